@@ -1,0 +1,43 @@
+# Every target sets up what it needs: Python 3.11+ and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: test test-all lint demo bench format clean
+.DEFAULT_GOAL := test
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Quell needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+test: lint  ## linters, types, layering, tests and doctests (a few minutes)
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: lint  ## the same with the slow reproductions
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports > $(VENV)/layers.log || (cat $(VENV)/layers.log; exit 1)
+
+format: $(STAMP)
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+demo: $(STAMP)  ## plan a run, draw it, verify the plan
+	mkdir -p demo
+	$(BIN)/quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5 --save demo/plan.json --plot demo/plan.png
+	$(BIN)/quell verify demo/plan.json
+	$(BIN)/quell compare bisr --bands 2,4,8,16,32,64,128,256,390 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5 --plot demo/bisr.png
+	@echo "Look at demo/plan.png and demo/bisr.png"
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/core.py
+
+clean:
+	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

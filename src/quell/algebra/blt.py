@@ -1,0 +1,400 @@
+"""Buffered linear Toeplitz (BLT) strategies: sums of exponentials, their inverse, and what they cost.
+
+A BLT is the lower-triangular Toeplitz matrix C with the first column c_0 = 1, c_t = Σ_i α_i λ_i^{t−1}. Its inverse
+has the same form, so correlated noise needs d model-sized buffers however long the run (McMahan & Pillutla,
+arXiv:2504.21413). As a function of z = 1/x the series of C is
+
+    C(z) = 1 + Σ α_i/(z − λ_i) = Π(z − λ̂_i)/Π(z − λ_i),      1/C(z) = 1 + Σ α̂_i/(z − λ̂_i).
+
+Two parameterisations: scales and decays (α, λ), whose inverse needs the roots λ̂ (`from_scales`, Theorem 1), or both
+sets of decays (λ, λ̂), which give the scales as products (`from_gaps`, Theorem 2; its Eq. (6) has a misprint, the
+last product runs over λ̂_i − λ̂_j). For α > 0 they interlace: λ_1 > λ̂_1 > λ_2 > λ̂_2 > … > λ̂_d.
+
+Two devices keep full accuracy from n = 1 to 10⁷ steps, where the slowest buffer has 1 − λ ≈ 1e-8:
+
+* gaps 1 − λ are stored, not λ, and only ever enter through differences of gaps;
+* a workload 1/((1−ρ_1 x)(1−ρ_2 x)) times 1/C splits into exponentials with *positive* weights when λ_1 ≤ ρ_1 (poles
+  ρ_1, λ̂ and zeros λ interlace; the second pole enters through h_t = Σ_s ρ_2^{t−s} μ^s), so nothing cancels.
+
+What is left are sums Σ_{t<n} f(t) of smooth positive functions. `summation_rule` turns them into some 200 terms: a
+Gauss rule for sums (discrete Chebyshev polynomials) on blocks [a, 2a), exact to rounding for exponentials. The cost
+grows with log n, there is no case distinction near λ = 1 or between close poles, and the gradient is the rule's too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.signal import lfilter
+
+from quell._types import Array
+from quell.errors import QuellError, require_count
+
+_LISTED = 32  # the first terms of a sum are taken one by one, the rest in doubling blocks
+_GAUSS = 12  # points per block: exact for polynomials of degree 23, 1e-16 for every decaying exponential
+
+
+@dataclass(frozen=True)
+class BLT:
+    """A BLT C and its inverse, each with d buffers; decays from slow to fast. Build one with `from_scales`,
+    `from_gaps` or `blt_optimise.optimise_blt`. No buffers at all is the identity.
+
+    Attributes:
+        scales: α, so that c_t = Σ α_i λ_i^{t−1} for t ≥ 1.
+        gaps: 1 − λ.
+        noising_scales: α̂, the scales of C⁻¹.
+        noising_gaps: 1 − λ̂; above 1 when λ̂ < 0.
+    """
+
+    scales: tuple[float, ...]
+    gaps: tuple[float, ...]
+    noising_scales: tuple[float, ...]
+    noising_gaps: tuple[float, ...]
+
+    @property
+    def buffers(self) -> int:
+        return len(self.gaps)
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """λ."""
+        return tuple(1.0 - gap for gap in self.gaps)
+
+    @property
+    def noising_decays(self) -> tuple[float, ...]:
+        """λ̂."""
+        return tuple(1.0 - gap for gap in self.noising_gaps)
+
+
+def from_scales(scales: Sequence[float], decays: Sequence[float]) -> BLT:
+    """The BLT with these scales α > 0 and distinct decays λ in (0, 1), and its inverse (Theorem 1).
+
+    One λ̂ is 0 when Σ α/λ = 1 and negative when Σ α/λ > 1.
+
+    >>> blt = from_scales([0.4, 0.2], [0.8, 0.4])  # the paper's example
+    >>> [round(scale * 15, 12) for scale in blt.noising_scales]
+    [-1.0, -8.0]
+    >>> [abs(round(decay, 12)) for decay in blt.noising_decays]
+    [0.6, 0.0]
+    """
+    order = sorted(zip((1.0 - decay for decay in decays), scales, strict=True))
+    gaps, alphas = np.array([gap for gap, _ in order]), np.array([scale for _, scale in order])
+    if not (np.all(alphas > 0) and np.all(gaps > 0) and np.all(gaps < 1) and np.all(np.diff(gaps) > 0)):
+        raise QuellError(
+            f"scales={list(scales)}, decays={list(decays)} do not make a BLT: scales must be positive, "
+            "decays distinct and strictly between 0 and 1"
+        )
+    noising_gaps, noising_scales = [], []
+    for i in range(len(gaps)):
+        origin, offset = _secular_root(alphas, gaps, i)
+        noising_gaps.append(float(gaps[origin] + offset))
+        # α̂ = 1/C'(λ̂). Every term has the same sign, and gaps[origin] − gaps + offset keeps all digits of λ̂ − λ.
+        noising_scales.append(float(-1.0 / np.sum(alphas / (gaps[origin] - gaps + offset) ** 2)))
+    return BLT(_floats(alphas), _floats(gaps), tuple(noising_scales), tuple(noising_gaps))
+
+
+def from_gaps(gaps: Sequence[float], noising_gaps: Sequence[float]) -> BLT:
+    """The BLT whose decays are 1 − gaps and whose inverse's are 1 − noising_gaps (Theorem 2).
+
+    >>> blt = from_gaps([0.2, 0.6], [0.4, 1.0])
+    >>> [round(scale, 12) for scale in blt.scales]
+    [0.4, 0.2]
+    """
+    if len(gaps) != len(noising_gaps):
+        raise QuellError(f"{len(gaps)} gaps but {len(noising_gaps)} noising gaps: give as many of one as of the other")
+    ours, theirs = np.sort(np.asarray(gaps, np.float64)), np.sort(np.asarray(noising_gaps, np.float64))
+    if not np.all(np.diff(np.sort(np.concatenate([ours, theirs]))) > 0):
+        raise QuellError(f"gaps={list(gaps)}, noising_gaps={list(noising_gaps)} must all differ: merge equal ones")
+    return BLT(_floats(-residues(ours, theirs)), _floats(ours), _floats(-residues(theirs, ours)), _floats(theirs))
+
+
+def coefficients(blt: BLT, n: int) -> Array:
+    """(n,) first column of C.
+
+    >>> coefficients(from_scales([0.4, 0.2], [0.8, 0.4]), 3).round(12).tolist()
+    [1.0, 0.6, 0.4]
+    """
+    return _column(blt.scales, blt.gaps, require_count("n", n))
+
+
+def noising_coefficients(blt: BLT, n: int) -> Array:
+    """(n,) first column of C⁻¹.
+
+    >>> noising_coefficients(from_scales([0.4, 0.2], [0.8, 0.4]), 3).round(12).tolist()
+    [1.0, -0.6, -0.04]
+    """
+    return _column(blt.noising_scales, blt.noising_gaps, require_count("n", n))
+
+
+def is_monotone(blt: BLT) -> bool:
+    """True if c is certainly non-negative and non-increasing: α ≥ 0, 0 ≤ λ ≤ 1 and c_1 = Σ α ≤ 1 = c_0.
+
+    Interlaced decays in (0, 1) imply it: α > 0, and Σ α < Σ α/λ = 1 − Π λ̂/λ < 1.
+    """
+    inside = all(0.0 <= gap <= 1.0 for gap in blt.gaps)
+    return inside and all(scale >= 0.0 for scale in blt.scales) and math.fsum(blt.scales) <= 1.0
+
+
+def squared_sensitivity(blt: BLT, n: int, participations: int = 1, separation: int | None = None) -> float:
+    """Exact sens² over n steps of an example that takes part at most `participations` times, `separation` apart.
+
+    With one participation it is Σ c_t². With more, the first `participations` columns that are `separation` apart
+    are the worst if c is non-negative and non-increasing; other BLTs are refused.
+
+    >>> round(squared_sensitivity(from_scales([0.4, 0.2], [0.8, 0.4]), 3), 12)
+    1.52
+    """
+    n, k, b = require_participation(n, participations, separation)
+    if k > 1 and not is_monotone(blt):
+        raise QuellError(
+            f"the BLT with scales {blt.scales} is not certainly non-increasing, so its sensitivity for {k} "
+            "participations has no closed form: bound it from its coefficients"
+        )
+    return participation_sum(_logs(blt.gaps), np.array(blt.scales), n, k, b)[0]
+
+
+def max_squared_error(blt: BLT, n: int, poles: Sequence[float] = (1.0,)) -> float:
+    """Largest row of ‖A C⁻¹‖², per unit noise variance; it is the last one: Σ_{t<n} w_t².
+
+    The workload A has the series 1/Π(1 − ρ x) over at most two `poles` ρ in [0, 1]: (1,) for prefix sums,
+    (weight decay factor, momentum) for SGD; zeros are dropped.
+
+    >>> round(max_squared_error(from_scales([0.4, 0.2], [0.8, 0.4]), 3), 12)  # w = 1, 0.4, 0.36
+    1.2896
+    """
+    return _squared_error(blt, require_count("n", n), poles, mean=False)
+
+
+def mean_squared_error(blt: BLT, n: int, poles: Sequence[float] = (1.0,)) -> float:
+    """Mean row of ‖A C⁻¹‖², per unit noise variance: Σ_{t<n} (n−t) w_t²/n. See `max_squared_error`.
+
+    >>> round(3 * mean_squared_error(from_scales([0.4, 0.2], [0.8, 0.4]), 3), 12)  # 3·1 + 2·0.16 + 0.1296
+    3.4496
+    """
+    return _squared_error(blt, require_count("n", n), poles, mean=True)
+
+
+# ---- checks shared with blt_optimise ----
+
+
+def require_participation(n: int, participations: int, separation: int | None) -> tuple[int, int, int]:
+    """(n, k, b), k cut to the ⌈n/b⌉ participations that fit."""
+    n, k = require_count("n", n), require_count("participations", participations)
+    b = n if separation is None else require_count("separation", separation)
+    return n, min(k, -(-n // b)), b
+
+
+def require_poles(poles: Sequence[float]) -> tuple[float, ...]:
+    """The non-zero poles, largest first."""
+    if not all(0.0 <= pole <= 1.0 for pole in poles) or sum(pole > 0.0 for pole in poles) > 2:
+        raise QuellError(f"poles={tuple(poles)} must be at most two numbers between 0 and 1, such as (1.0, 0.9)")
+    return tuple(sorted((float(pole) for pole in poles if pole > 0.0), reverse=True))
+
+
+# ---- sums, with their gradients ----
+
+
+@dataclass(frozen=True, eq=False)
+class SummationRule:
+    """Σ_{t<n} f(t) = Σ_q weights_q f(times_q); `signs` is (−1)^t, for sums with negative decays."""
+
+    times: Array
+    weights: Array
+    signs: Array
+
+
+@lru_cache(maxsize=256)
+def summation_rule(n: int, by_parity: bool = False) -> SummationRule:
+    """A rule for sums over t < n of exponentials (times low powers of t), relative error about 1e-15.
+
+    With `by_parity`, even and odd t get rules of their own, so that signs are well defined and f may hold one
+    alternating exponential.
+
+    >>> rule = summation_rule(10**6)
+    >>> len(rule.times), round(float(rule.weights @ 0.999 ** rule.times), 9)
+    (212, 1000.0)
+    """
+    if by_parity:
+        even, odd = summation_rule((n + 1) // 2), summation_rule(n // 2)
+        times = np.concatenate([2.0 * even.times, 2.0 * odd.times + 1.0])
+        signs = np.repeat([1.0, -1.0], [even.times.size, odd.times.size])
+        return SummationRule(times, np.concatenate([even.weights, odd.weights]), signs)
+    listed = min(n, _LISTED)
+    times, weights = [np.arange(listed, dtype=np.float64)], [np.ones(listed)]
+    start = listed
+    while start < n:
+        size = min(start, n - start)
+        if size <= _GAUSS:
+            block, share = np.arange(size, dtype=np.float64), np.ones(size)
+        else:  # Golub-Welsch for the polynomials orthogonal on 0, 1, …, size − 1
+            k = np.arange(1.0, _GAUSS)
+            off_diagonal = np.sqrt(k**2 * (float(size) ** 2 - k**2) / (4.0 * (4.0 * k**2 - 1.0)))
+            centred, vectors = np.linalg.eigh(np.diag(off_diagonal, 1) + np.diag(off_diagonal, -1))
+            block, share = centred + (size - 1) / 2.0, size * vectors[0] ** 2
+        times.append(start + block)
+        weights.append(share)
+        start += size
+    return SummationRule(np.concatenate(times), np.concatenate(weights), np.ones(sum(map(len, times))))
+
+
+def residues(poles: Array, zeros: Array) -> Array:
+    """Π_j(p_i − z_j)/Π_{j≠i}(p_i − p_j), the weight of each pole in the partial fractions of Π(p−z)/Π(p−p_i)."""
+    between = poles[:, None] - poles
+    np.fill_diagonal(between, 1.0)
+    result: Array = np.prod(poles[:, None] - zeros, axis=1) / np.prod(between, axis=1)
+    return result
+
+
+def participation_sum(logs: Array, scales: Array, n: int, k: int, b: int) -> tuple[float, Array, Array]:
+    """‖Σ_{j<k} C[:, jb]‖² over n rows, and its gradient with respect to (log λ, α); α (d,), log λ (d,).
+
+    Between participations j and j+1 the running sum is Σ_i x_ji λ_i^s with x_ji = α_i (1 + λ_i^b + … + λ_i^{jb}),
+    s = t − jb − 1; on row jb itself it is 1 plus what the block before has decayed to. The last block has
+    n − (k−1)b rows, fewer or more than b. Only positive terms are added when α > 0.
+    """
+    starts = b * np.arange(k, dtype=np.float64)
+    powers = np.exp(starts[:, None] * logs)
+    running = np.cumsum(powers, axis=0)
+    x = scales * running
+    d_x = np.zeros_like(x)
+
+    rule = summation_rule(n - (k - 1) * b - 1)
+    basis = np.exp(rule.times[:, None] * logs)
+    column = basis @ x[-1]
+    weighted = rule.weights * column
+    total = 1.0 + float(weighted @ column)
+    d_x[-1] = 2.0 * (weighted @ basis)
+    d_logs = 2.0 * x[-1] * ((weighted * rule.times) @ basis)
+
+    if k > 1:
+        rule = summation_rule(b - 1)
+        basis = np.exp(rule.times[:, None] * logs)
+        gram = basis.T @ (rule.weights[:, None] * basis)
+        moment = basis.T @ ((rule.weights * rule.times)[:, None] * basis)
+        blocks = x[:-1].T @ x[:-1]
+        decayed = np.exp((b - 1) * logs)
+        first_rows = 1.0 + x[:-1] @ decayed
+        total += float(np.sum(gram * blocks) + first_rows @ first_rows)
+        d_x[:-1] = 2.0 * (x[:-1] @ gram + first_rows[:, None] * decayed)
+        d_logs += 2.0 * (np.sum(blocks * moment, axis=1) + (b - 1) * decayed * (first_rows @ x[:-1]))
+
+    d_powers = np.cumsum((scales * d_x)[::-1], axis=0)[::-1]
+    return total, d_logs + starts @ (powers * d_powers), np.sum(d_x * running, axis=0)
+
+
+def response_sum(
+    decays: Array, logs: Array, weights: Array, second: float | None, rule: SummationRule, emphasis: Array
+) -> tuple[float, Array, Array]:
+    """Σ_t emphasis_t w_t² and its gradient with respect to (log|μ|, weights), where w_t = Σ_m weights_m h_t(μ_m).
+
+    h_t(μ) = μ^t, or Σ_{s≤t} ρ^{t−s} μ^s when the workload has a second pole ρ. `decays` μ (m,) are needed for
+    their signs only, `logs` is log|μ|; `emphasis` is 1 or (n−t)/n at the rule's times.
+    """
+    basis, slopes = _responses(decays, logs, second, rule)
+    series = basis @ weights
+    weighted = rule.weights * emphasis * series
+    return float(weighted @ series), 2.0 * weights * (weighted @ slopes), 2.0 * (weighted @ basis)
+
+
+def _responses(decays: Array, logs: Array, second: float | None, rule: SummationRule) -> tuple[Array, Array]:
+    """h_t(μ) (times, m) and its derivative by log|μ|."""
+    t, negative = rule.times[:, None], decays < 0.0
+    powers = np.exp(t * logs)
+    powers[:, negative] *= rule.signs[:, None]
+    if second is None:
+        return powers, t * powers
+    # h_t = L^t (1 − r^{t+1})/(1 − r) with L the larger of μ and ρ, r = e^{−x} their ratio: stable however close they are.
+    x = np.abs(logs - math.log(second))
+    above = logs >= math.log(second)
+    larger = np.exp(t * np.maximum(logs, math.log(second)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(x > 0.0, np.expm1(-(t + 1.0) * x) / np.expm1(-x), t + 1.0)
+        bend = ((t + 1.0) * np.exp(-(t + 1.0) * x) - ratio * np.exp(-x)) / -np.expm1(-x)
+    # The derivative of `ratio` by x is a difference of nearly equal numbers for small (t+1)x: use its Taylor series.
+    series = t * (t + 1.0) * (-0.5 + x * (2.0 * t + 1.0) / 6.0 - x**2 * t * (t + 1.0) / 8.0)
+    bend = larger * np.where((t + 1.0) * x < 1e-4, series, bend)
+    basis = larger * ratio
+    slopes = np.where(above, t * basis + bend, -bend)
+    if negative.any():  # far from ρ: the plain formula is stable
+        mu = decays[negative]
+        basis[:, negative] = (second ** (t + 1.0) - mu * powers[:, negative]) / (second - mu)
+        slopes[:, negative] = mu * (basis[:, negative] - (t + 1.0) * powers[:, negative]) / (second - mu)
+    return basis, slopes
+
+
+def _squared_error(blt: BLT, n: int, poles: Sequence[float], mean: bool) -> float:
+    poles = require_poles(poles)
+    if poles and _interlaced(blt, 1.0 - poles[0]):
+        rule = summation_rule(n, by_parity=True)
+        gaps = np.array([1.0 - poles[0], *blt.noising_gaps])
+        weights = residues(gaps, np.array(blt.gaps))
+        emphasis = (n - rule.times) / n if mean else np.ones_like(rule.times)
+        second = poles[1] if len(poles) > 1 else None
+        return response_sum(1.0 - gaps, _logs(gaps), weights, second, rule, emphasis)[0]
+    # A BLT slower than the workload (w changes sign) or of no particular order: sum the n terms.
+    series = noising_coefficients(blt, n)
+    for pole in poles:
+        series = lfilter([1.0], [1.0, -pole], series)
+    return float(((n - np.arange(n)) / n) @ series**2 if mean else series @ series)
+
+
+def _interlaced(blt: BLT, first: float) -> bool:
+    """ρ_1 ≥ λ_1 > λ̂_1 > λ_2 > … > λ̂_d > −1, all but the last non-negative."""
+    order = np.ravel(np.column_stack([blt.gaps, blt.noising_gaps]))
+    return not order.size or bool(
+        first <= order[0] and np.all(np.diff(order) > 0) and order[-2] <= 1.0 and order[-1] < 2.0
+    )
+
+
+def _secular_root(alphas: Array, gaps: Array, i: int) -> tuple[int, float]:
+    """Root i of Σ_j α_j/(ζ − gap_j) = 1 as (nearest gap's index, offset from it), the offset to full precision.
+
+    One root lies in each interval between gaps, the last within Σ α above the largest.
+    """
+    right = gaps[i + 1] - gaps[i] if i + 1 < len(gaps) else float(alphas.sum())
+
+    def pole_free(offset: float, origin: int) -> float:
+        # The equation times (ζ − gap_origin): smooth, and almost linear, where the root is close to that gap.
+        others = np.delete(alphas / np.where(gaps == gaps[origin], 1.0, gaps[origin] - gaps + offset), origin)
+        return float(offset * (1.0 - others.sum()) - alphas[origin])
+
+    if i + 1 == len(gaps):
+        origin, low, high = i, 0.0, right * (1.0 + 1e-15)
+    elif pole_free(0.5 * right, i) >= 0.0:
+        origin, low, high = i, 0.0, 0.5 * right
+    else:
+        origin, low, high = i + 1, -0.5 * right, 0.0
+    offset = brentq(pole_free, low, high, args=(origin,), xtol=1e-300, rtol=4.0 * np.finfo(np.float64).eps, maxiter=1000)
+    return origin, float(offset)
+
+
+def _column(scales: Sequence[float], gaps: Sequence[float], n: int) -> Array:
+    column = np.zeros(n)
+    column[0] = 1.0
+    times = np.arange(n - 1, dtype=np.float64)
+    for scale, gap in zip(scales, gaps, strict=True):
+        # 0^0 = 1: a decay of zero contributes to c_1 only.
+        log = math.log1p(-gap) if gap < 1.0 else math.log(gap - 1.0) if gap > 1.0 else -math.inf
+        powers = np.exp(times * log) if math.isfinite(log) else (times == 0.0).astype(np.float64)
+        if gap > 1.0:
+            powers[1::2] *= -1.0
+        column[1:] += scale * powers
+    return column
+
+
+def _logs(gaps: Sequence[float] | Array) -> Array:
+    """log|1 − gap|; a decay of exactly 0 becomes 1e-300, which no sum can tell from 0."""
+    values = np.asarray(gaps, dtype=np.float64)
+    logs: Array = np.where(values < 1.0, np.log1p(-np.minimum(values, 0.5)), 0.0)
+    far = values > 0.5
+    logs[far] = np.log(np.maximum(np.abs(1.0 - values[far]), 1e-300))
+    return logs
+
+
+def _floats(values: Array) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)

@@ -1,0 +1,126 @@
+"""How good can any mechanism be? Lower bounds on RMSE/σ_{ε,δ} over *all* factorisations A = B·C, without
+amplification.
+
+Participation bound (Theorem 3 of arXiv:2505.12128, Theorem 4 of arXiv:2601.22334). For any allowed pattern π,
+‖B‖_F·sens(C) ≥ ‖B‖_F·‖Cπ‖ ≥ ‖Aπ‖, so RMSE ≥ ‖Aπ‖/√n. Full batch on prefix sums gives √((n+1)(2n+1)/6).
+
+Nuclear-norm bound (Lemma 6 of arXiv:2505.12128, sharpened). Clipped gradients may have either sign, so the
+sensitivity under a pattern is at least the mean of ‖Σ ±C_i‖² over signs, Σ_{i∈π}‖C_i‖². Averaging over patterns
+that cover every step with probability at least q gives sens² ≥ q·‖C‖_F², hence RMSE ≥ √(q/n)·‖B‖_F·‖C‖_F ≥
+√(q/n)·‖A‖_*. (The paper allows gradients only to be present or absent, which costs it a factor 2.) One residue
+class modulo b, and k of its steps, have q = min(1, k/⌈n/b⌉)/b.
+
+‖A‖_* is exact for prefix sums and for small n; otherwise it is itself bounded from below, so the result stays a
+lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import linalg
+
+from quell._types import Array
+from quell.errors import QuellError
+from quell.sampling import Participation
+from quell.workload import Workload
+
+_SMALL = 1024  # steps up to which singular values are computed outright
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """No factorisation of the workload has RMSE/σ_{ε,δ} below `value`; `method` names the bound that gave it."""
+
+    value: float
+    method: str
+
+
+def lower_bound(workload: Workload, participation: Participation) -> LowerBound:
+    """The best of the known lower bounds.
+
+    >>> from quell.workload import prefix
+    >>> lower_bound(prefix(4), Participation(4, separation=1))
+    LowerBound(value=2.7386127875258306, method='participation')
+    """
+    if workload.steps != participation.steps:
+        raise QuellError(f"the workload has {workload.steps:,} steps but the participation {participation.steps:,}")
+    candidates = (participation_bound(workload, participation), nuclear_bound(workload, participation))
+    return max(candidates, key=lambda bound: bound.value)
+
+
+def participation_bound(workload: Workload, participation: Participation) -> LowerBound:
+    """‖Aπ‖/√n for the leftmost pattern, the heaviest one when A is non-negative and non-increasing down its
+    columns."""
+    pattern = np.zeros(workload.steps)
+    pattern[participation.first_steps()] = 1.0
+    moved = workload.apply(pattern)
+    return LowerBound(math.sqrt(float(np.mean(np.square(moved)))), "participation")
+
+
+def nuclear_bound(workload: Workload, participation: Participation) -> LowerBound:
+    """√(q/n)·‖A‖_* with q the share of patterns that cover a step."""
+    n, b, k = participation.steps, participation.separation, participation.count
+    coverage = min(1.0, k / -(-n // b)) / b
+    return LowerBound(math.sqrt(coverage / n) * nuclear_norm(workload), "nuclear norm")
+
+
+def nuclear_norm(workload: Workload) -> float:
+    """‖A‖_*, or a lower bound on it when n is large and A is not the prefix workload.
+
+    >>> from quell.workload import prefix
+    >>> round(nuclear_norm(prefix(2)), 6)  # singular values: the golden ratio and its reciprocal
+    2.236068
+    """
+    n = workload.steps
+    if workload.is_prefix:
+        return float(np.sum(0.5 / np.sin((2 * np.arange(n) + 1) * (math.pi / (4 * n + 2)))))
+    if n <= _SMALL:
+        return float(np.sum(linalg.svdvals(workload.matrix())))
+    if workload.is_toeplitz:
+        return _toeplitz_nuclear_norm(workload)
+    return _block_nuclear_norm(workload)
+
+
+def _toeplitz_nuclear_norm(workload: Workload) -> float:
+    """Lower bound in O(n log n).
+
+    For SGD, A⁻¹ = T(g) with three coefficients, and T(g)T(g)ᵀ = T(|g|²) − HHᵀ (H a Hankel corner), so its
+    eigenvalues are at most those of T(|g|²), which is a principal submatrix of a circulant of size n + 2: by
+    interlacing they are at most the n largest values of |g|² at the roots of unity. Singular values of A are
+    the inverse roots. Those at the top, where interlacing drops two values, are replaced by Ritz values, which
+    are never above the true ones.
+    """
+    n = workload.steps
+    ritz = _ritz_values(workload)
+    if workload.inverse_series is None:
+        # |a_0| is the geometric mean of the singular values, which is at most their arithmetic mean.
+        return max(n * abs(float(workload.coefficients[0])), float(ritz.sum()))
+    symbol = np.sort(np.abs(np.fft.fft(workload.inverse_series, n + 2)))
+    singular = 1.0 / symbol[2:]
+    singular[: len(ritz)] = np.maximum(singular[: len(ritz)], ritz)
+    return float(singular.sum())
+
+
+def _ritz_values(workload: Workload) -> Array:
+    """Singular values of A on the span of the prefix workload's first right singular vectors, largest first."""
+    n = workload.steps
+    count = min(48, max(12, 4_000_000 // n))  # more of them gain a percent and cost n·count memory
+    frequency = (2 * np.arange(count) + 1) * (math.pi / (2 * n + 1))
+    orthonormal = np.cos(np.outer(np.arange(n) + 0.5, frequency)) * (2 / math.sqrt(2 * n + 1))
+    return np.asarray(linalg.svdvals(workload.apply(orthonormal)))
+
+
+def _block_nuclear_norm(workload: Workload) -> float:
+    """Pinching: the nuclear norm is at least the sum over diagonal blocks, each of them a shorter run of the
+    same kind."""
+    blocks = 0.0
+    size = 256
+    for start in range(0, workload.steps, size):
+        rates = None if workload.rates is None else workload.rates[start : start + size]
+        length = min(size, workload.steps - start)
+        block = Workload(length, workload.decay, workload.momentum, rates)
+        blocks += float(np.sum(linalg.svdvals(block.matrix())))
+    return blocks

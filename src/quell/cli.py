@@ -1,0 +1,333 @@
+"""The command `quell`: a thin layer that reads options, calls the library and prints.
+
+Bad input is answered with one sentence on standard error and exit status 2; a plan that fails verification with
+status 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from quell import __version__, planning, report, verification, workload
+from quell.errors import QuellError
+from quell.mechanism import Mechanism, Problem
+from quell.privacy import SCHEMES
+from quell.sampling import Cyclic
+from quell.setup import Setup
+from quell.strategy import FAMILIES, Parameter, find
+
+HELP = """
+Train models with differential privacy under [bold]correlated noise[/bold].
+
+Noise added at one step is partly cancelled at later steps, so that far less of it reaches the model for the same
+(epsilon, delta). [bold]quell plan[/bold] compares the mechanisms for a training run and recommends one,
+[bold]quell price[/bold] looks at a single mechanism, [bold]quell compare[/bold] sweeps one parameter,
+[bold]quell verify[/bold] re-checks a saved plan from first principles.
+
+[bold]Examples[/bold]
+
+  quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5 --save plan.json
+  quell verify plan.json
+  quell price bisr --bands 64 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5
+  quell compare bisr --bands 2,4,8,16,32,64 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5 --plot bisr.png
+
+Exit status: 0 on success, 1 when a plan fails verification, 2 when the request cannot be honoured.
+"""
+
+app = typer.Typer(
+    help=HELP,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+errors = Console(stderr=True)
+
+Epsilon = Annotated[float, typer.Option(help="Privacy budget epsilon; smaller is more private.")]
+Delta = Annotated[float, typer.Option(help="Privacy parameter delta; at most 1/examples.")]
+Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
+Steps = Annotated[int, typer.Option(help="Optimizer steps of the whole run.")]
+Separation = Annotated[
+    int | None, typer.Option(help="Least steps between two uses of an example. Default: steps // epochs.")
+]
+Momentum = Annotated[float, typer.Option(help="Momentum beta of the optimizer.")]
+WeightDecay = Annotated[float, typer.Option(help="Factor alpha that multiplies the weights each step; 1 for no decay.")]
+Schedule = Annotated[str | None, typer.Option(help="Learning-rate schedule: cosine or linear. Default: constant.")]
+Sampling = Annotated[str, typer.Option(help=f"How batches are formed: {', '.join(SCHEMES)}.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Plot = Annotated[Path | None, typer.Option(help="Also draw a plot: a .png, .svg or .pdf file.")]
+Normalise = Annotated[bool, typer.Option("--column-normalise", help="Scale every column of C to norm 1.")]
+
+
+@app.command()
+def plan(
+    examples: Annotated[int, typer.Option(help="Size of the training set.")],
+    batch_size: Annotated[int, typer.Option(help="Examples per step.")],
+    epochs: Epochs,
+    epsilon: Epsilon,
+    delta: Delta,
+    momentum: Momentum = 0.0,
+    weight_decay: WeightDecay = 1.0,
+    schedule: Schedule = None,
+    memory: Annotated[str, typer.Option(help="Model-sized noise buffers you can afford, or 'unlimited'.")] = "4",
+    draws: Annotated[int, typer.Option(help="Noise vectors that may be generated per step.")] = 16,
+    sampling: Sampling = "cyclic",
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this file, for quell verify.")] = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare mechanisms for a training run and recommend one."""
+    _require_scheme(sampling)
+    setup = Setup(
+        examples=examples,
+        batch_size=batch_size,
+        epochs=epochs,
+        epsilon=epsilon,
+        delta=delta,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        learning_rates=schedule,
+        memory=_memory(memory),
+        draws=draws,
+    )
+    with _progress() as advance:
+        chosen = planning.make_plan(setup, advance)
+    if save is not None:
+        chosen.save(save)
+    if plot is not None:
+        report.plot_comparison(chosen.problem, chosen.mechanisms, plot)
+    if as_json:
+        _print_json(chosen.as_dict())
+        return
+    report.print_plan(chosen, console)
+    for path in (save, plot):
+        if path is not None:
+            console.print(f"Written: {path}", highlight=False)
+
+
+@app.command()
+def price(
+    mechanism: Annotated[str, typer.Argument(help="A mechanism's name; see quell mechanisms.")],
+    steps: Steps,
+    epochs: Epochs,
+    epsilon: Epsilon,
+    delta: Delta,
+    bands: Annotated[int | None, typer.Option(help="Diagonals of C, or of C^-1 for banded-inverse families.")] = None,
+    lambda_: Annotated[float | None, typer.Option("--lambda", help="Share of old noise that is cancelled.")] = None,
+    gamma: Annotated[float | None, typer.Option(help="Power of a fractional mechanism.")] = None,
+    column_normalise: Normalise = False,
+    separation: Separation = None,
+    momentum: Momentum = 0.0,
+    weight_decay: WeightDecay = 1.0,
+    schedule: Schedule = None,
+    sampling: Sampling = "cyclic",
+    as_json: AsJson = False,
+) -> None:
+    """Price one named mechanism: the noise it needs and the error that causes."""
+    problem = _problem(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
+    given = {"bands": bands, "lambda": lambda_, "gamma": gamma}
+    parameters: dict[str, Parameter] = {name: value for name, value in given.items() if value is not None}
+    if column_normalise:
+        parameters["column_normalise"] = True
+    priced = problem.price(mechanism, **parameters)
+    if as_json:
+        _print_json(problem.row(priced))
+        return
+    console.print(report.mechanism_table(problem, [priced]))
+    console.print(f"Promise: {priced.guarantee}.", highlight=False)
+
+
+@app.command()
+def compare(
+    mechanism: Annotated[str, typer.Argument(help="A family's name; see quell mechanisms.")],
+    steps: Steps,
+    epochs: Epochs,
+    epsilon: Epsilon,
+    delta: Delta,
+    bands: Annotated[str | None, typer.Option(help="One value, or a sweep: 2,4,8 or start:stop:count.")] = None,
+    lambda_: Annotated[str | None, typer.Option("--lambda", help="One value, or a sweep.")] = None,
+    gamma: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
+    column_normalise: Normalise = False,
+    separation: Separation = None,
+    momentum: Momentum = 0.0,
+    weight_decay: WeightDecay = 1.0,
+    schedule: Schedule = None,
+    sampling: Sampling = "cyclic",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sweep one parameter of a family."""
+    problem = _problem(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
+    given = {"bands": bands, "lambda": lambda_, "gamma": gamma}
+    values = {name: _sweep(name, text) for name, text in given.items() if text is not None}
+    swept = [name for name, options in values.items() if len(options) > 1]
+    if len(swept) != 1:
+        raise QuellError("compare sweeps exactly one parameter: give several values to one, for example --bands 2,4,8")
+    fixed = {name: options[0] for name, options in values.items() if name != swept[0]}
+    if column_normalise:
+        fixed["column_normalise"] = True
+    priced: list[Mechanism] = []
+    with _progress() as advance:
+        for done, value in enumerate(values[swept[0]]):
+            advance(done, len(values[swept[0]]), f"{swept[0]}={value:g}")
+            priced.append(problem.price(mechanism, **{**fixed, swept[0]: value}))
+    if plot is not None:
+        report.plot_sweep(problem, swept[0], priced, plot)
+    rows = [problem.row(row) for row in priced]
+    if as_json:
+        _print_json(rows)
+    elif as_csv:
+        columns = [key for key in rows[0] if key != "guarantee"]
+        writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        console.print(report.mechanism_table(problem, priced))
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="A plan written by quell plan --save.")],
+    as_json: AsJson = False,
+) -> None:
+    """Recompute every claim in a plan file from first principles."""
+    checks = verification.verify(file)
+    false = [check for check in checks if not check.holds]
+    if as_json:
+        _print_json({"file": str(file), "true": not false, "checks": [vars(check) for check in checks]})
+    elif false:
+        errors.print(report.check_table(checks))
+        errors.print(f"[bold red]{file} is not a true plan[/]: {len(false)} of {len(checks)} claims fail.")
+    else:
+        console.print(f"{file}: all {len(checks)} claims hold.", highlight=False)
+    if false:
+        raise typer.Exit(1)
+
+
+@app.command()
+def mechanisms(as_json: AsJson = False) -> None:
+    """List the mechanisms, one line each."""
+    if as_json:
+        _print_json(
+            [{"mechanism": f.name, "summary": f.summary, "parameters": _parameters(f.name)} for f in FAMILIES.values()]
+        )
+        return
+    table = Table("mechanism", "parameters", "what it does")
+    for family in FAMILIES.values():
+        table.add_row(family.name, ", ".join(_parameters(family.name)), family.summary)
+    console.print(table)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"quell {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: turns errors a person can fix into one sentence."""
+    try:
+        app()
+    except QuellError as problem:
+        errors.print(f"[bold red]quell:[/] {problem}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        errors.print("quell: interrupted")
+        sys.exit(130)
+
+
+def _problem(
+    steps: int,
+    epochs: int,
+    separation: int | None,
+    epsilon: float,
+    delta: float,
+    momentum: float,
+    weight_decay: float,
+    schedule: str | None,
+    sampling: str,
+) -> Problem:
+    _require_scheme(sampling)
+    scheme = Cyclic.from_epochs(steps, epochs) if separation is None else Cyclic(steps, separation)
+    rates = None if schedule is None else workload.schedule(schedule, scheme.participation.steps)
+    task = workload.sgd(steps, momentum, weight_decay, rates)
+    return Problem(task, scheme, epochs, epsilon, delta)
+
+
+def _require_scheme(sampling: str) -> None:
+    if sampling.replace("-", "_") not in SCHEMES:
+        raise QuellError(f"there is no sampling scheme {sampling!r}: use {', '.join(SCHEMES)}")
+
+
+def _memory(text: str) -> float | None:
+    if text == "unlimited":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise QuellError(f"memory={text!r} must be a number of model copies, or 'unlimited'") from None
+
+
+def _sweep(name: str, text: str) -> list[float]:
+    """'2,4,8' or 'start:stop:count' (evenly spaced, ends included)."""
+    try:
+        if ":" in text:
+            start, stop, count = text.split(":")
+            first, last, points = float(start), float(stop), int(count)
+            if points < 2:
+                raise ValueError
+            values = [first + (last - first) * i / (points - 1) for i in range(points)]
+            return list(dict.fromkeys(round(value) for value in values)) if name == "bands" else values
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise QuellError(f"--{name} {text!r} is not a sweep: write 2,4,8 or start:stop:count") from None
+
+
+def _parameters(name: str) -> list[str]:
+    family = find(name)
+    return [*family.required, *family.optional, *(["column_normalise"] if family.normalisable else [])]
+
+
+def _print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2))
+
+
+@contextmanager
+def _progress() -> Iterator[planning.Progress]:
+    """A progress bar on standard error that disappears when done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("pricing", total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+
+
+if __name__ == "__main__":
+    main()

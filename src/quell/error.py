@@ -1,0 +1,95 @@
+"""What the noise does to the released iterates: per-query variance, RMSE and MaxSE.
+
+With B = A·C⁻¹ and noise of standard deviation σ in every coordinate, query t (the iterate after step t) has variance
+σ²·‖B_t‖². `query_variances` returns ‖B_t‖² for every t by the cheapest exact route:
+
+* A and C both Toeplitz: B is the Toeplitz matrix of w = a/c, so ‖B_t‖² is a running sum of w². O(n log n) or O(n·p).
+* A⁻¹ banded (every SGD workload) and C or C⁻¹ banded, scaled or not: a covariance recursion inside the band,
+  O(n·p²) or O(n·p) (`quell.algebra.banded`).
+* anything else: dense algebra, for small n.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from quell._types import Array
+from quell.algebra import series
+from quell.errors import QuellError
+from quell.strategy.structure import Strategy, ToeplitzStrategy
+from quell.workload import Workload
+
+_DENSE = 4096  # steps up to which an n×n matrix product takes seconds
+
+
+@dataclass(frozen=True)
+class Error:
+    """Root-mean-square and largest standard deviation over the queries, per unit of σ."""
+
+    rmse: float
+    maxse: float
+
+
+def error(strategy: Strategy, workload: Workload) -> Error:
+    """RMSE = ‖B‖_F/√n and MaxSE = the largest row norm of B, per unit of noise.
+
+    >>> from quell import strategy, workload
+    >>> from quell.sampling import Participation
+    >>> sums = workload.prefix(3)
+    >>> error(strategy.build("identity", sums, Participation.single(3)), sums)
+    Error(rmse=1.4142135623730951, maxse=1.7320508075688772)
+    """
+    variances = query_variances(strategy, workload)
+    return Error(math.sqrt(float(np.mean(variances))), math.sqrt(float(np.max(variances))))
+
+
+def query_variances(strategy: Strategy, workload: Workload) -> Array:
+    """(n,) squared row norms of B = A·C⁻¹."""
+    if strategy.steps != workload.steps:
+        raise QuellError(f"the strategy has {strategy.steps:,} steps but the workload {workload.steps:,}")
+    variances = _exact_variances(strategy, workload)
+    if not np.all(np.isfinite(variances)):
+        raise QuellError(f"{strategy!r} has an error that overflows: its noise grows without bound")
+    return variances
+
+
+def _exact_variances(strategy: Strategy, workload: Workload) -> Array:
+    n = workload.steps
+    if not isinstance(strategy, ToeplitzStrategy):
+        if workload.is_prefix:
+            return np.bitwise_count(np.arange(1, n + 1)).astype(np.float64)  # intervals in a Fenwick prefix sum
+        return _dense_variances(strategy, workload)
+    if workload.is_toeplitz and strategy.column_scale is None:
+        return np.cumsum(np.square(_decoder_series(strategy, workload)))
+    bands = workload.inverse_bands
+    if bands is None or min(strategy.bands, strategy.noising_bands) == n > 1:
+        return _dense_variances(strategy, workload)
+    from quell.algebra import banded  # compiled code, loaded when first needed
+
+    if strategy.noising_bands <= strategy.bands:
+        # A⁻¹θ = diag(1/scale)·T(noising)·z: scale the rows of A⁻¹ instead of the noise.
+        rows = bands if strategy.column_scale is None else bands * strategy.column_scale[:, None]
+        return banded.query_variances(rows, strategy.noising[:n])
+    return banded.query_variances(banded.multiply(strategy.row_bands(), bands), np.ones(1))
+
+
+def _decoder_series(strategy: ToeplitzStrategy, workload: Workload) -> Array:
+    """w = a/c by the shorter of the two ways."""
+    n = workload.steps
+    if strategy.noising_bands <= strategy.bands:
+        if workload.inverse_series is not None:
+            return series.divide(strategy.noising, workload.inverse_series, n)
+        return series.multiply(workload.coefficients, strategy.noising, n)
+    return series.divide(workload.coefficients, strategy.coefficients, n)
+
+
+def _dense_variances(strategy: Strategy, workload: Workload) -> Array:
+    if workload.steps > _DENSE:
+        raise QuellError(
+            f"{strategy!r} has no fast error formula for this workload: use at most {_DENSE:,} steps, fewer bands, "
+            "or no column normalisation"
+        )
+    return np.asarray(np.sum(np.square(workload.apply(strategy.noising_matrix())), axis=1))

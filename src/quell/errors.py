@@ -1,0 +1,38 @@
+"""What Quell raises when a person can put it right.
+
+Every message is one sentence that names the value that was wrong and what to do about it; the command line
+prints it as it stands and exits with status 2.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class QuellError(ValueError):
+    """A request that cannot be honoured as stated."""
+
+
+def require_finite(name: str, value: float) -> float:
+    """`value` as a float, refused when it is not a number, NaN or infinite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise QuellError(f"{name}={value!r} is not a finite number: pass an ordinary number")
+    return float(value)
+
+
+def require_count(name: str, value: float, least: int = 1) -> int:
+    """`value` as an int, refused when it is not whole or below `least`."""
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or value < least:
+        raise QuellError(f"{name}={value!r} must be a whole number of at least {least}")
+    return int(value)
+
+
+def require_privacy(epsilon: float, delta: float) -> tuple[float, float]:
+    """(epsilon, delta) as floats with epsilon > 0 and 0 < delta < 1."""
+    epsilon, delta = require_finite("epsilon", epsilon), require_finite("delta", delta)
+    if epsilon <= 0:
+        raise QuellError(f"epsilon={epsilon:g} must be positive: smaller means more private, 1 to 10 is common")
+    if not 0 < delta < 1:
+        raise QuellError(f"delta={delta:g} must lie strictly between 0 and 1: take at most 1/examples, e.g. 1e-5")
+    return epsilon, delta

@@ -1,0 +1,149 @@
+"""From a set-up to a plan: price the mechanisms that fit, mark the one to use.
+
+A `Plan` is frozen data. It can be printed, saved as JSON, loaded, and re-verified from the file alone
+(`quell.verification`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quell.errors import QuellError
+from quell.mechanism import Mechanism, Problem
+from quell.setup import Setup
+from quell.strategy import FAMILIES, Limits, Parameter
+
+FORMAT, VERSION = "quell-plan", 1
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A set-up, the mechanisms that were compared, and the recommended one.
+
+    `mechanisms` are sorted by RMSE, best first; those beyond the set-up's memory or draws are listed but never
+    recommended.
+    """
+
+    setup: Setup
+    mechanisms: tuple[Mechanism, ...]
+    recommended: int
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The recommended mechanism."""
+        return self.mechanisms[self.recommended]
+
+    @property
+    def epochs(self) -> int:
+        return self.setup.epochs
+
+    @property
+    def steps(self) -> int:
+        return self.setup.steps
+
+    @cached_property
+    def problem(self) -> Problem:
+        return problem_of(self.setup)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, the content of a plan file."""
+        setup = dataclasses.asdict(self.setup)
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "setup": setup,
+            "recommended": self.recommended,
+            "mechanisms": [self.problem.row(mechanism) for mechanism in self.mechanisms],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, atomically: a crash leaves the old file or the new one, never half of one."""
+        target = Path(path)
+        try:
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(self.as_dict(), file, indent=2)
+                file.write("\n")
+            os.replace(temporary, target)
+        except OSError as problem:
+            raise QuellError(f"cannot write the plan to {target}: {problem.strerror}") from problem
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file and re-verify every claim in it; a plan that does not check out is refused."""
+        from quell.verification import verified_plan
+
+        return verified_plan(path)
+
+    def __str__(self) -> str:
+        from quell.report import plan_text
+
+        return plan_text(self)
+
+
+def plan(progress: Progress | None = None, **setup: Any) -> Plan:
+    """Compare the mechanisms for a training set-up (the fields of `Setup`) and recommend one.
+
+    >>> chosen = plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)
+    >>> chosen.mechanism.rmse < chosen.problem.dpsgd.rmse
+    True
+    """
+    known = {field.name for field in dataclasses.fields(Setup)}
+    if unknown := sorted(set(setup) - known):
+        raise QuellError(f"a plan does not know {', '.join(unknown)}: it takes {', '.join(sorted(known))}")
+    required = [f.name for f in dataclasses.fields(Setup) if f.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in setup]:
+        raise QuellError(f"a plan needs {', '.join(missing)} as well")
+    return make_plan(Setup(**setup), progress)
+
+
+def make_plan(setup: Setup, progress: Progress | None = None) -> Plan:
+    """The plan of a set-up: the best mechanism of every family, all that fit priced."""
+    problem = problem_of(setup)
+    best: dict[str, Mechanism] = {}
+    todo = list(_candidates(setup, problem))
+    for done, (name, parameters) in enumerate(todo):
+        if progress is not None:
+            progress(done, len(todo), name)
+        mechanism = problem.price(name, **parameters)
+        if name not in best or _rank(setup, mechanism) < _rank(setup, best[name]):
+            best[name] = mechanism
+    if progress is not None:
+        progress(len(todo), len(todo), "done")
+    rows = sorted(best.values(), key=lambda mechanism: mechanism.rmse)
+    return Plan(setup, tuple(rows), recommend(setup, rows))
+
+
+def recommend(setup: Setup, mechanisms: list[Mechanism] | tuple[Mechanism, ...]) -> int:
+    """The smallest RMSE that fits; DP-SGD always does."""
+    return min(range(len(mechanisms)), key=lambda i: _rank(setup, mechanisms[i]))
+
+
+def fits(setup: Setup, mechanism: Mechanism) -> bool:
+    """Whether the mechanism's noise stays within the set-up's memory and draws."""
+    return mechanism.buffers <= setup.buffer_limit and mechanism.draws <= setup.draws
+
+
+def problem_of(setup: Setup) -> Problem:
+    return Problem(setup.workload, setup.sampling, setup.epochs, setup.epsilon, setup.delta)
+
+
+def _rank(setup: Setup, mechanism: Mechanism) -> tuple[bool, float]:
+    return not fits(setup, mechanism), mechanism.rmse
+
+
+def _candidates(setup: Setup, problem: Problem) -> Iterator[tuple[str, dict[str, Parameter]]]:
+    limits = Limits(problem.sampling.participation, setup.buffer_limit, setup.draws)
+    for family in FAMILIES.values():
+        for parameters in family.candidates(problem.workload, limits):
+            yield family.name, parameters

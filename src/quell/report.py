@@ -1,0 +1,152 @@
+"""Plans and comparisons for people: tables, sentences and plots."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from quell.errors import QuellError
+from quell.mechanism import Mechanism, Problem
+from quell.planning import Plan, fits
+from quell.strategy import describe
+from quell.verification import Check
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def mechanism_table(problem: Problem, mechanisms: Sequence[Mechanism], plan: Plan | None = None) -> Table:
+    """One row per mechanism; the recommended one of a plan is marked, those beyond its limits are dimmed."""
+    table = Table(
+        caption="RMSE and MaxSE: error of the model's iterates per unit of clip norm. "
+        "Buffers: model-sized vectors kept. Draws: noise vectors generated per step.",
+        caption_justify="left",
+    )
+    table.add_column("mechanism")
+    for title in ("noise σ", "sensitivity", "RMSE", "MaxSE", "× better", "× bound", "buffers", "draws"):
+        table.add_column(title, justify="right")
+    for index, mechanism in enumerate(mechanisms):
+        chosen = plan is not None and index == plan.recommended
+        bound = "" if mechanism.guarantee.sensitivity.exact else " ≤"
+        style = "bold green" if chosen else ("dim" if plan is not None and not fits(plan.setup, mechanism) else None)
+        table.add_row(
+            ("➤ " if chosen else "  ") + label(mechanism),
+            f"{mechanism.noise_multiplier:.4g}",
+            f"{mechanism.guarantee.sensitivity.value:.4g}{bound}",
+            f"{mechanism.rmse:.4g}",
+            f"{mechanism.maxse:.4g}",
+            f"{problem.dpsgd.rmse / mechanism.rmse:.2f}",
+            f"{mechanism.rmse / problem.lower_bound:.2f}",
+            f"{mechanism.buffers:,}",
+            f"{mechanism.draws:,}",
+            style=style,
+        )
+    return table
+
+
+def label(mechanism: Mechanism) -> str:
+    """Family and parameters, as in a table."""
+    text = describe(mechanism.strategy).split(" over ")[0]
+    return "identity (DP-SGD)" if text == "identity" else text
+
+
+def recommendation(plan: Plan) -> str:
+    """What to use and what it buys, in plain sentences."""
+    chosen, problem = plan.mechanism, plan.problem
+    gain = problem.dpsgd.rmse / chosen.rmse
+    cost = "no extra memory" if not chosen.buffers else f"{chosen.buffers:,} model-sized buffers"
+    return (
+        f"Use {label(chosen)} with noise multiplier {chosen.noise_multiplier:.4g}: {gain:.2f} times less error than "
+        f"DP-SGD at the same privacy, for {cost} and {chosen.draws} noise vectors per step.\n"
+        f"Any mechanism without amplification has at least {problem.lower_bound / chosen.rmse:.0%} of its error. "
+        f"Promise: {chosen.guarantee}."
+    )
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole plan as text."""
+    text = io.StringIO()
+    print_plan(plan, Console(width=120, file=text))
+    return text.getvalue()
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    setup = plan.setup
+    console.print(
+        f"{setup.examples:,} examples, batches of {setup.batch_size:,}, {setup.epochs} epochs: {setup.steps:,} steps, "
+        f"an example at most every {setup.steps_per_epoch:,} steps; target ({setup.epsilon:g}, {setup.delta:g})-DP",
+        highlight=False,
+    )
+    console.print(mechanism_table(plan.problem, plan.mechanisms, plan))
+    console.print(recommendation(plan), highlight=False)
+    for note in setup.notes:
+        console.print(f"Note: {note}.", style="yellow", highlight=False)
+
+
+def check_table(checks: Sequence[Check]) -> Table:
+    """The claims that failed, or all of them when none did."""
+    false = [check for check in checks if not check.holds]
+    table = Table("claim", "stated", "recomputed", "", title="False claims" if false else None)
+    for check in false or checks:
+        table.add_row(check.claim, _number(check.stated), _number(check.recomputed), "ok" if check.holds else "FALSE")
+    return table
+
+
+def plot_comparison(problem: Problem, mechanisms: Sequence[Mechanism], path: str | Path) -> None:
+    """RMSE of each mechanism as bars, with DP-SGD and the lower bound as lines."""
+    figure = _figure(9, 0.4 * len(mechanisms) + 1.6)
+    axes = figure.subplots()
+    axes.barh([label(m) for m in mechanisms], [m.rmse for m in mechanisms], color="#4477aa")
+    axes.axvline(problem.dpsgd.rmse, color="#cc3311", label="DP-SGD")
+    axes.axvline(problem.lower_bound, color="#228833", linestyle="--", label="lower bound, no amplification")
+    axes.set_xlabel(f"RMSE at ({problem.epsilon:g}, {problem.delta:g})-DP, {problem.workload.steps:,} steps")
+    axes.set_xscale("log")
+    axes.invert_yaxis()
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_sweep(problem: Problem, swept: str, mechanisms: Sequence[Mechanism], path: str | Path) -> None:
+    """RMSE and MaxSE of one family against the swept parameter."""
+    figure = _figure(7, 4.5)
+    axes = figure.subplots()
+    values = [float(m.strategy.parameters[swept]) for m in mechanisms]
+    axes.plot(values, [m.rmse for m in mechanisms], marker="o", label="RMSE")
+    axes.plot(values, [m.maxse for m in mechanisms], marker="s", label="MaxSE")
+    axes.axhline(problem.dpsgd.rmse, color="#cc3311", label="DP-SGD, RMSE")
+    axes.axhline(problem.lower_bound, color="#228833", linestyle="--", label="lower bound, RMSE")
+    if swept == "bands":
+        axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel(swept)
+    axes.set_title(
+        f"{mechanisms[0].name} at ({problem.epsilon:g}, {problem.delta:g})-DP, {problem.workload.steps:,} steps"
+    )
+    axes.legend()
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise QuellError("plots need matplotlib: pip install 'quell[plot]'") from missing
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as problem:
+        raise QuellError(
+            f"cannot write the plot {path}: {problem}; use a name ending in .png, .svg or .pdf"
+        ) from problem
+
+
+def _number(value: float | str) -> str:
+    return f"{value:.8g}" if isinstance(value, float) else str(value)

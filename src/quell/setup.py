@@ -1,0 +1,97 @@
+"""What the user knows about a training run, validated once.
+
+Everything downstream may assume that a `Setup` is sound: counts are whole and positive, (ε, δ) is a privacy
+level, the optimizer's numbers describe an optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from quell import workload
+from quell.errors import QuellError, require_count, require_finite, require_privacy
+from quell.sampling import Cyclic
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A training run: data, optimizer, privacy budget, and what its noise may cost.
+
+    `weight_decay` is the factor α that multiplies the weights at every step (1: none; 1 − lr·w for an
+    optimizer's weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one
+    positive number per step (only ratios matter). `memory` is how many model-sized vectors may be kept for
+    noise (None: no limit), `draws` how many noise vectors may be generated per step.
+
+    >>> Setup(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5).steps
+    3900
+    """
+
+    examples: int
+    batch_size: int
+    epochs: int
+    epsilon: float
+    delta: float
+    momentum: float = 0.0
+    weight_decay: float = 1.0
+    learning_rates: str | Sequence[float] | None = None
+    memory: float | None = 4.0
+    draws: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("examples", "batch_size", "epochs", "draws"):
+            object.__setattr__(self, name, require_count(name, getattr(self, name)))
+        if self.batch_size > self.examples:
+            raise QuellError(
+                f"batch_size={self.batch_size:,} is larger than the data set of {self.examples:,} examples"
+            )
+        epsilon, delta = require_privacy(self.epsilon, self.delta)
+        object.__setattr__(self, "epsilon", epsilon)
+        object.__setattr__(self, "delta", delta)
+        if 0 <= require_finite("weight_decay", self.weight_decay) < 0.5:
+            raise QuellError(
+                f"weight_decay={self.weight_decay:g} must be the factor that multiplies the weights each step, such as "
+                f"0.9999: for an optimizer with learning rate lr and that weight_decay, 1 - lr*{self.weight_decay:g}"
+            )
+        if self.memory is not None and require_finite("memory", self.memory) < 0:
+            raise QuellError(
+                f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without buffers"
+            )
+        if self.learning_rates is not None and not isinstance(self.learning_rates, str):
+            object.__setattr__(self, "learning_rates", tuple(float(rate) for rate in self.learning_rates))
+        self.workload  # noqa: B018 - validates momentum, weight decay and schedule
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Every epoch visits all examples; what a batch size does not divide makes the batches a little larger."""
+        return self.examples // self.batch_size
+
+    @property
+    def steps(self) -> int:
+        return self.steps_per_epoch * self.epochs
+
+    @property
+    def sampling(self) -> Cyclic:
+        return Cyclic(self.steps, self.steps_per_epoch)
+
+    @cached_property
+    def workload(self) -> workload.Workload:
+        given = self.learning_rates
+        rates = workload.schedule(given, self.steps) if isinstance(given, str) else given
+        return workload.sgd(self.steps, self.momentum, self.weight_decay, rates)
+
+    @property
+    def buffer_limit(self) -> float:
+        return math.inf if self.memory is None else self.memory
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a careful colleague would point out before the run."""
+        if self.delta * self.examples > 1:
+            return (
+                f"delta={self.delta:g} is above 1/examples={1 / self.examples:.2g}: "
+                "a guarantee with such a delta would allow an example to be published outright",
+            )
+        return ()

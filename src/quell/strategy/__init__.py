@@ -1,0 +1,18 @@
+"""Strategies C: how noise is correlated over steps."""
+
+from quell.strategy.family import Family, Limits
+from quell.strategy.registry import FAMILIES, build, find
+from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy, TreeStrategy, describe
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Limits",
+    "Parameter",
+    "Strategy",
+    "ToeplitzStrategy",
+    "TreeStrategy",
+    "build",
+    "describe",
+    "find",
+]

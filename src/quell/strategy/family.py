@@ -1,0 +1,53 @@
+"""What a strategy family is: a name (which is API), its parameters, how to build it, and what is worth trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from quell.sampling import Participation
+from quell.strategy.structure import Parameter, Strategy
+from quell.workload import Workload
+
+Candidates = Iterable[Mapping[str, Parameter]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What noise may cost: `buffers`, model-sized vectors kept, and `draws`, noise vectors generated per step."""
+
+    participation: Participation
+    buffers: float
+    draws: int
+
+    def powers_of_two(self, most: float) -> list[int]:
+        """2, 4, 8, … up to `most`, never beyond the number of steps."""
+        return [2**e for e in range(1, 63) if 2**e <= min(most, self.participation.steps)]
+
+
+def alone(_: Limits) -> Candidates:
+    """The grid of a family without parameters."""
+    return [{}]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One strategy family. `grid` lists the parameter values a planner should try within given limits."""
+
+    name: str
+    summary: str
+    build: Callable[..., Strategy]
+    grid: Callable[[Limits], Candidates] = alone
+    required: tuple[str, ...] = ()
+    optional: Mapping[str, float] = field(default_factory=dict)
+    normalisable: bool = False
+    constant_rate_only: bool = False
+
+    def candidates(self, workload: Workload, limits: Limits) -> Iterator[dict[str, Parameter]]:
+        """Parameter values worth pricing within the limits, column-normalised variants included."""
+        if self.constant_rate_only and not workload.is_toeplitz:
+            return
+        for parameters in self.grid(limits):
+            yield dict(parameters)
+            if self.normalisable:
+                yield {**parameters, "column_normalise": True}

@@ -1,0 +1,20 @@
+"""Binary-tree aggregation (DP-FTRL), the mechanism that correlated noise started from: a historical baseline."""
+
+from __future__ import annotations
+
+from quell.sampling import Participation
+from quell.strategy.family import Candidates, Family, Limits
+from quell.strategy.structure import TreeStrategy
+from quell.workload import Workload
+
+
+def tree(workload: Workload, _: Participation) -> TreeStrategy:
+    """C = the node sums of a Fenwick tree."""
+    return TreeStrategy(workload.steps)
+
+
+def _affordable(limits: Limits) -> Candidates:
+    return [{}] if limits.participation.steps.bit_length() <= limits.buffers else []
+
+
+TREE = Family("tree", "binary-tree aggregation, the historical baseline: log2(steps) buffers", tree, _affordable)

@@ -1,0 +1,173 @@
+"""The workload A: what the optimizer does with the gradients.
+
+Row t of A·G is what the run has released after step t. For SGD with weight decay factor α and momentum β the
+iterates are θ_t = α·θ_{t−1} − η_t·m_t with m_t = β·m_{t−1} + g_t, so A = P_α·diag(η)·P_β where P_ρ has the
+entries ρ^{i−j}: with a constant rate A is Toeplitz, the series 1/((1−αx)(1−βx)), and without momentum η_t
+weights *column* t. The inverse of each of these has at most three diagonals, which is what makes exact errors
+cheap (`quell.error`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quell._types import Array
+from quell.algebra import series, streaming
+from quell.errors import QuellError, require_finite
+from quell.sampling import Participation
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A lower-triangular workload of `steps` steps; build one with `prefix`, `sgd` or `toeplitz`."""
+
+    steps: int
+    decay: float = 1.0
+    momentum: float = 0.0
+    rates: Array | None = None
+    given: Array | None = None  # the first column of a Toeplitz workload that is not SGD's
+
+    def __repr__(self) -> str:
+        if self.given is not None:
+            return f"Workload({self.steps:,} steps, given Toeplitz coefficients)"
+        schedule = "" if self.rates is None else ", with a learning-rate schedule"
+        return f"Workload({self.steps:,} steps, weight decay {self.decay:g}, momentum {self.momentum:g}{schedule})"
+
+    @property
+    def is_prefix(self) -> bool:
+        return self.given is None and self.decay == 1 and self.momentum == 0 and self.rates is None
+
+    @property
+    def is_toeplitz(self) -> bool:
+        return self.rates is None
+
+    @cached_property
+    def coefficients(self) -> Array:
+        """(n,) first column of the Toeplitz matrix; with a schedule, of the same workload at a constant rate."""
+        if self.inverse_series is None:
+            assert self.given is not None
+            return self.given
+        return series.reciprocal(self.inverse_series, self.steps)
+
+    @property
+    def inverse_series(self) -> Array | None:
+        """The three coefficients of 1/A for SGD workloads; None for a workload given by its coefficients."""
+        if self.given is not None:
+            return None
+        return np.array([1.0, -(self.decay + self.momentum), self.decay * self.momentum])
+
+    @property
+    def inverse_bands(self) -> Array | None:
+        """(n, 3) row bands of A⁻¹, `[i, d]` holding entry (i, i−d), or None when A⁻¹ is not banded.
+
+        A⁻¹ = P_β⁻¹·diag(1/η)·P_α⁻¹, a read-only view of one row where A is Toeplitz.
+        """
+        if self.inverse_series is None:
+            return None
+        if self.rates is None:
+            return np.broadcast_to(self.inverse_series, (self.steps, 3))
+        now = 1.0 / self.rates
+        before = np.concatenate([[0.0], now[:-1]])
+        bands = np.stack([now, -self.decay * now - self.momentum * before, self.decay * self.momentum * before], axis=1)
+        bands[0, 1:] = bands[1, 2:] = 0.0
+        return bands
+
+    def apply(self, columns: Array) -> Array:
+        """A @ columns for an array of shape (n,) or (n, m), in O(n·m) for SGD workloads."""
+        from scipy.signal import lfilter
+
+        if self.given is not None:
+            flat = columns.reshape(self.steps, -1)
+            products = [series.multiply(self.coefficients, column, self.steps) for column in flat.T]
+            return np.stack(products, axis=1).reshape(columns.shape)
+        moved = np.asarray(lfilter([1.0], [1.0, -self.momentum], columns, axis=0))
+        if self.rates is not None:
+            moved = moved * self.rates.reshape((-1,) + (1,) * (columns.ndim - 1))
+        return np.asarray(lfilter([1.0], [1.0, -self.decay], moved, axis=0))
+
+    def matrix(self) -> Array:
+        """(n, n) dense A, for small n."""
+        return self.apply(np.eye(self.steps))
+
+    def operator(self) -> streaming.StreamingOperator:
+        """A as a streaming linear operator."""
+        if self.inverse_bands is not None:
+            return streaming.banded_inverse(self.inverse_bands)
+        return streaming.lower_triangular(self.matrix())
+
+
+def prefix(steps: int) -> Workload:
+    """Plain SGD: every step adds its gradient.
+
+    >>> prefix(3).matrix()
+    array([[1., 0., 0.],
+           [1., 1., 0.],
+           [1., 1., 1.]])
+    """
+    return sgd(steps)
+
+
+def sgd(
+    steps: int,
+    momentum: float = 0.0,
+    weight_decay: float = 1.0,
+    learning_rates: Sequence[float] | Array | None = None,
+) -> Workload:
+    """The iterates of SGD with momentum β and weight decay factor α, 0 ≤ β < α ≤ 1.
+
+    >>> sgd(3, momentum=0.5).coefficients
+    array([1.  , 1.5 , 1.75])
+    """
+    steps = Participation.single(steps).steps  # one place decides how many steps a run may have
+    momentum, weight_decay = (
+        require_finite("momentum", momentum),
+        require_finite("weight_decay", weight_decay),
+    )
+    if not 0 <= momentum < weight_decay <= 1:
+        raise QuellError(
+            f"momentum={momentum:g} and weight_decay={weight_decay:g} must satisfy 0 <= momentum < weight_decay <= 1: "
+            "weight_decay is the factor that multiplies the weights each step, 1 for none, "
+            "1 - lr*w for an optimizer's weight_decay=w"
+        )
+    rates = None if learning_rates is None else _checked_rates(learning_rates, steps)
+    return Workload(steps, weight_decay, momentum, rates)
+
+
+def schedule(name: str, steps: int) -> Array:
+    """The learning rates of a named schedule, as shares of the first; they stay positive to the last step.
+
+    >>> schedule("linear", 4)
+    array([1.  , 0.75, 0.5 , 0.25])
+    """
+    progress = np.arange(steps) / steps
+    shapes = {"cosine": 0.5 * (1.0 + np.cos(np.pi * progress)), "linear": 1.0 - progress}
+    if name not in shapes:
+        raise QuellError(f"there is no schedule {name!r}: use {' or '.join(shapes)}, or one rate per step")
+    return shapes[name]
+
+
+def toeplitz(coefficients: Sequence[float] | Array) -> Workload:
+    """Any Toeplitz workload, from its first column.
+
+    >>> toeplitz([1.0, 0.5]).matrix()
+    array([[1. , 0. ],
+           [0.5, 1. ]])
+    """
+    column = np.asarray(coefficients, dtype=np.float64)
+    if column.ndim != 1 or not len(column) or not np.all(np.isfinite(column)) or column[0] == 0:
+        raise QuellError("workload coefficients must be a list of finite numbers that starts with a non-zero one")
+    return Workload(len(column), given=column.copy())
+
+
+def _checked_rates(learning_rates: Sequence[float] | Array, steps: int) -> Array:
+    rates = np.asarray(learning_rates, dtype=np.float64)
+    if rates.shape != (steps,):
+        raise QuellError(f"the learning-rate schedule has {rates.size} values but the run has {steps} steps")
+    if not np.all(np.isfinite(rates)) or not np.all(rates > 0):
+        worst = int(np.flatnonzero(~(np.isfinite(rates) & (rates > 0)))[0])
+        raise QuellError(f"learning rate {rates[worst]:g} at step {worst} must be a positive number")
+    return rates.copy()

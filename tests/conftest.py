@@ -1,0 +1,25 @@
+"""Shared by all tests: reproducible hypothesis runs, and the paper's setting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from quell import workload
+from quell.mechanism import Problem
+from quell.sampling import Cyclic
+
+settings.register_profile("quell", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("quell")
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(20260131)
+
+
+@pytest.fixture(scope="session")
+def table4() -> Problem:
+    """The setting of Table 4 of arXiv:2601.22334: CIFAR-10, batch 128, 10 epochs, prefix sums, ε = 8."""
+    return Problem(workload.prefix(3900), Cyclic(3900, 390), epochs=10, epsilon=8.0, delta=1e-5)

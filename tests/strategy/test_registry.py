@@ -1,0 +1,85 @@
+"""Building strategies by name, and refusing what cannot be built."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quell import strategy, workload
+from quell.errors import QuellError
+from quell.sampling import Participation
+
+N = 30
+SUMS, PATTERN = workload.prefix(N), Participation(N, 5)
+
+
+def test_fractional_contains_its_neighbours():
+    bisr = strategy.build("bisr", SUMS, PATTERN, bands=6)
+    cgd = strategy.build("lambda_cgd", SUMS, PATTERN, **{"lambda": 0.9})
+    identity = strategy.build("fractional", SUMS, PATTERN, bands=6, gamma=0.0)
+    np.testing.assert_allclose(strategy.build("fractional", SUMS, PATTERN, bands=6, gamma=0.5).noising, bisr.noising)
+    same = strategy.build("fractional", SUMS, PATTERN, bands=2, gamma=1.0, **{"lambda": 0.9})
+    np.testing.assert_allclose(same.noising, cgd.noising)
+    np.testing.assert_allclose(identity.matrix(), np.eye(N))
+
+
+def test_square_root_squares_to_the_workload_and_its_heads_are_bsr_and_bisr():
+    task = workload.sgd(N, 0.9, 0.99)
+    root = strategy.build("square_root", task, PATTERN)
+    np.testing.assert_allclose(root.matrix() @ root.matrix(), task.matrix(), atol=1e-10)
+    np.testing.assert_allclose(strategy.build("bsr", task, PATTERN, bands=4).coefficients, root.coefficients[:4])
+    np.testing.assert_allclose(strategy.build("bisr", task, PATTERN, bands=4).noising, root.noising[:4])
+
+
+def test_square_root_of_a_given_workload():
+    task = workload.toeplitz(1.0 / np.arange(1, N + 1))
+    root = strategy.build("square_root", task, PATTERN)
+    np.testing.assert_allclose(root.matrix() @ root.matrix(), task.matrix(), atol=1e-12)
+
+
+def test_tree_decodes_prefix_sums_with_as_many_nodes_as_one_bits():
+    tree = strategy.build("tree", SUMS, PATTERN)
+    decoder = SUMS.matrix() @ np.linalg.inv(tree.matrix())
+    assert set(np.unique(decoder.round(9))) == {0.0, 1.0}
+    assert [int(row.sum().round()) for row in decoder] == [t.bit_count() for t in range(1, N + 1)]
+
+
+def test_bands_beyond_the_run_are_those_of_the_run():
+    assert strategy.build("bsr", SUMS, PATTERN, bands=1000).bands == N
+    assert repr(strategy.build("bisr", SUMS, PATTERN, bands=1000)) == "bisr(bands=30) over 30 steps"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("name", list(strategy.FAMILIES))
+def test_the_smallest_runs_work(name, n):
+    parameters = {"bands": 2, "lambda": 0.5, "gamma": 0.5, "buffers": 1}
+    family = strategy.find(name)
+    built = strategy.build(
+        name, workload.prefix(n), Participation.single(n), **{p: parameters[p] for p in family.required}
+    )
+    np.testing.assert_allclose(built.matrix() @ built.noising_matrix(), np.eye(n), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("bssr", {}, "there is no mechanism 'bssr'"),
+        ("bisr", {}, "bisr needs bands: for example bands=16"),
+        ("bisr", {"bands": 0}, "bands=0 must be a whole number of at least 1"),
+        ("bisr", {"bands": 2.5}, "bands=2.5 must be a whole number"),
+        ("bisr", {"bands": 4, "gamma": 0.5}, "bisr does not take gamma: it takes bands"),
+        ("lambda_cgd", {"lambda": 1.5}, "lambda=1.5 must lie between 0"),
+        ("lambda_cgd", {"lambda": float("nan")}, "lambda=nan is not a finite number"),
+        ("fractional", {"bands": 2, "gamma": -1}, "gamma=-1 must lie between 0"),
+        ("tree", {"column_normalise": True}, "tree cannot be column-normalised"),
+        ("identity", {"bands": 3}, "identity does not take bands: it takes no parameters"),
+    ],
+)
+def test_bad_requests_get_one_clear_sentence(name, parameters, message):
+    with pytest.raises(QuellError, match=message) as caught:
+        strategy.build(name, SUMS, PATTERN, **parameters)
+    assert "\n" not in str(caught.value)
+
+
+def test_hyphens_are_accepted():
+    assert strategy.find("lambda-cgd") is strategy.FAMILIES["lambda_cgd"]

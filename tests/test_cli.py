@@ -1,0 +1,152 @@
+"""The command line as a user meets it, in a fresh process where that matters."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from quell import cli
+from quell.errors import QuellError
+from quell.strategy import FAMILIES
+
+RUN = ["--steps", "3900", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
+PLAN = ["plan", "--examples", "2000", "--batch-size", "100", "--epochs", "4", "--epsilon", "4", "--delta", "1e-5"]
+
+
+def quell(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fresh_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "quell.cli", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_price_speaks_json():
+    row = json.loads(quell("price", "bisr", "--bands", "16", *RUN, "--json"))
+    assert row["mechanism"] == "bisr"
+    assert row["bands"] == 16
+    assert row["separation"] == 390
+    assert row["rmse"] == pytest.approx(17.95, rel=1e-3)
+    assert row["guarantee"]["adjacency"] == "zero-out"
+
+
+def test_left_over_steps_allow_one_more_participation():
+    run = ["--steps", "781", "--epochs", "10", "--epsilon", "9", "--delta", "1e-5", "--momentum", "0.9"]
+    row = json.loads(quell("price", "bsr", "--bands", "4", *run, "--weight-decay", "0.9999", "--json"))
+    assert (row["separation"], row["participations"]) == (78, 11)
+    assert round(row["noise_multiplier"], 1) == 3.3
+    wider = json.loads(quell("price", "identity", *run, "--separation", "80", "--json"))
+    assert (wider["separation"], wider["participations"]) == (80, 10)
+
+
+def test_price_prints_a_table_and_a_promise():
+    text = quell("price", "lambda-cgd", "--lambda", "0.9", "--column-normalise", *RUN)
+    assert "lambda_cgd(lambda=0.9, column_normalise)" in text
+    assert "Promise: (8, 1e-05)-DP" in text
+
+
+def test_plan_saves_a_file_that_verifies(tmp_path):
+    path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    text = quell(*PLAN, "--save", str(path), "--plot", str(picture))
+    assert "Use " in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "claims hold" in quell("verify", str(path))
+    assert json.loads(quell("verify", str(path), "--json"))["true"] is True
+    assert json.loads(quell(*PLAN, "--json")) == json.loads(path.read_text())
+
+
+def test_a_false_plan_fails_loudly(tmp_path):
+    path = tmp_path / "plan.json"
+    quell(*PLAN, "--save", str(path))
+    path.write_text(path.read_text().replace('"epsilon": 4.0', '"epsilon": 1.0'))
+    result = fresh_process("verify", str(path))
+    assert result.returncode == 1
+    assert "is not a true plan" in " ".join(result.stderr.split())
+    assert json.loads(fresh_process("verify", str(path), "--json").stdout)["true"] is False
+
+
+def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
+    picture = tmp_path / "sweep.svg"
+    assert "bisr(bands=8)" in quell("compare", "bisr", "--bands", "2,4,8", *RUN, "--plot", str(picture))
+    assert "<svg" in picture.read_text()
+    rows = list(csv.DictReader(io.StringIO(quell("compare", "bisr", "--bands", "2:8:4", *RUN, "--csv"))))
+    assert [row["bands"] for row in rows] == ["2", "4", "6", "8"]
+    swept = json.loads(quell("compare", "fractional", "--bands", "4", "--gamma", "0.5,0.75", *RUN, "--json"))
+    assert [row["gamma"] for row in swept] == [0.5, 0.75]
+
+
+def test_mechanisms_lists_every_family():
+    text = quell("mechanisms")
+    listed = json.loads(quell("mechanisms", "--json"))
+    assert [row["mechanism"] for row in listed] == list(FAMILIES)
+    assert all(name in text for name in FAMILIES)
+
+
+def test_help_shows_examples_and_every_command():
+    text = quell("--help")
+    for word in ("plan", "price", "compare", "verify", "mechanisms", "Exit status", "correlated noise"):
+        assert word in text
+    assert quell("--version").startswith("quell ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["price", "magic", *RUN], "there is no mechanism 'magic'"),
+        (["price", "bisr", *RUN], "bisr needs bands"),
+        (["price", "identity", *RUN, "--sampling", "poisson"], "there is no sampling scheme 'poisson'"),
+        (
+            ["price", "identity", "--steps", "5", "--epochs", "9", "--epsilon", "1", "--delta", "0.1"],
+            "epochs=9 do not fit",
+        ),
+        (["price", "identity", *RUN, "--separation", "4000"], "separation=4000 exceeds"),
+        (["price", "identity", *RUN, "--momentum", "1"], "momentum < weight_decay"),
+        (["compare", "bisr", "--bands", "4", *RUN], "compare sweeps exactly one parameter"),
+        (["compare", "bisr", "--bands", "two,four", *RUN], "is not a sweep"),
+        ([*PLAN, "--memory", "lots"], "must be a number of model copies"),
+        (["verify", "/nowhere/plan.json"], "cannot read the plan"),
+        ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write the plot"),
+    ],
+)
+def test_bad_requests_are_named(arguments, message):
+    with pytest.raises(QuellError, match=message):
+        quell(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["price", "magic", *RUN], ["price", "identity", *RUN[:-1], "-3"], ["plan"], ["nonsense"]]
+)
+def test_bad_input_is_one_sentence_and_status_2(arguments):
+    result = fresh_process(*arguments)
+    assert result.returncode == 2
+    assert result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_importing_quell_is_light():
+    """Neither SciPy nor a framework is loaded until something is computed."""
+    code = (
+        "import sys, quell; print([m for m in ('numpy', 'scipy', 'torch', 'jax', 'rich', 'numba') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_planning_loads_no_framework():
+    code = (
+        "import sys, quell; quell.plan(examples=100, batch_size=10, epochs=2, epsilon=1, delta=1e-3); "
+        "print([m for m in ('torch', 'jax', 'matplotlib') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

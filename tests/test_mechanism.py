@@ -1,0 +1,81 @@
+"""Published numbers: Table 4 of arXiv:2601.22334 and Table 1 of arXiv:2505.12128."""
+
+from __future__ import annotations
+
+import pytest
+
+from quell import workload
+from quell.mechanism import Problem
+from quell.sampling import Cyclic
+
+# Column "ε=8 (w/o Amp)" of Table 4, the explicit families, as printed.
+TABLE_4 = [
+    ("identity", {}, 83.85),
+    ("lambda_cgd", {"lambda": 0.95}, 14.74),
+    ("lambda_cgd", {"lambda": 0.9}, 19.72),
+    ("bisr", {"bands": 2}, 48.45),
+    ("bisr", {"bands": 4}, 33.47),
+    ("bisr", {"bands": 16}, 17.95),
+    ("bsr", {"bands": 2}, 62.51),
+    ("bsr", {"bands": 16}, 26.27),
+    ("bsr", {"bands": 64}, 14.89),
+    ("bsr", {"bands": 390}, 8.15),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "printed"), TABLE_4)
+def test_table_4_without_amplification(table4, name, parameters, printed):
+    priced = table4.price(name, **parameters)
+    assert priced.rmse == pytest.approx(printed, rel=1e-3)
+    assert priced.guarantee.sensitivity.exact
+
+
+@pytest.mark.parametrize(("name", "printed"), [("identity", 1.8), ("bsr", 3.3)])
+def test_noise_multipliers_of_the_bisr_paper(name, printed):
+    """40,000 images in batches of 512 for 10 epochs: 781 steps, separation 78, hence 11 participations."""
+    task = workload.sgd(781, momentum=0.9, weight_decay=0.9999)
+    problem = Problem(task, Cyclic.from_epochs(781, 10), epochs=10, epsilon=9.0, delta=1e-5)
+    assert problem.sampling.separation == 78
+    assert problem.sampling.participation.count == 11
+    priced = problem.price(name, **({"bands": 4} if name == "bsr" else {}))
+    assert round(priced.noise_multiplier, 1) == printed
+
+
+def test_a_row_has_the_documented_keys(table4):
+    row = table4.row(table4.price("fractional", bands=4, gamma=0.7))
+    documented = (
+        "mechanism bands gamma lambda steps epochs separation participations momentum weight_decay epsilon delta "
+        "sampling sensitivity sensitivity_kind noise_multiplier rmse maxse buffers draws "
+        "dpsgd_rmse lower_bound guarantee"
+    )
+    assert list(row) == documented.split()
+    assert row["rmse"] < row["maxse"] < row["dpsgd_rmse"]
+    assert row["lower_bound"] < row["rmse"]
+
+
+def test_epsilon_does_not_depend_on_the_learning_rate():
+    """Scaling or scheduling the learning rate changes errors, never the noise of a given strategy."""
+    scheme = Cyclic(100, 10)
+    rates = workload.schedule("cosine", 100)
+    noise = {
+        Problem(workload.sgd(100, 0.9, 1.0, scale), scheme, 10, 8.0, 1e-5).price("bisr", bands=4).noise_multiplier
+        for scale in (None, rates, 0.001 * rates, 1000 * rates)
+    }
+    assert len(noise) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "buffers", "draws"),
+    [
+        ("identity", 0, 1),
+        ("lambda_cgd", 0, 2),
+        ("bisr", 0, 16),
+        ("bsr", 15, 1),
+        ("square_root", 3899, 1),
+        ("tree", 12, 1),
+    ],
+)
+def test_memory_of_each_recurrence(table4, name, buffers, draws):
+    parameters = {"lambda_cgd": {"lambda": 0.9}, "bisr": {"bands": 16}, "bsr": {"bands": 16}}.get(name, {})
+    priced = table4.price(name, **parameters)
+    assert (priced.buffers, priced.draws) == (buffers, draws)

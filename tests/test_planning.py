@@ -1,0 +1,212 @@
+"""Set-ups, plans, and files that lie."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+import quell
+from quell import planning, verification
+from quell.errors import QuellError
+
+SETUP = {"examples": 2000, "batch_size": 100, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return quell.plan(**SETUP, momentum=0.9)
+
+
+@pytest.fixture
+def saved(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    return path
+
+
+def test_the_plan_recommends_the_smallest_error_that_fits(plan):
+    affordable = [m for m in plan.mechanisms if m.buffers <= 4 and m.draws <= 16]
+    assert plan.mechanism.rmse == min(m.rmse for m in affordable)
+    assert plan.mechanism.rmse < plan.problem.dpsgd.rmse
+    assert plan.problem.lower_bound < plan.mechanism.rmse
+    assert [m.rmse for m in plan.mechanisms] == sorted(m.rmse for m in plan.mechanisms)
+
+
+def test_memory_zero_and_one_draw_leave_independent_noise():
+    tight = quell.plan(**SETUP, memory=0, draws=1)
+    assert tight.mechanism.buffers == 0
+    assert tight.mechanism.draws == 1
+
+
+def test_more_memory_never_hurts():
+    errors = [quell.plan(**SETUP, memory=memory).mechanism.rmse for memory in (0, 4, 19, None)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < errors[0]
+
+
+def test_a_schedule_is_planned_for():
+    scheduled = quell.plan(**SETUP, learning_rates="cosine")
+    assert scheduled.mechanism.rmse < scheduled.problem.dpsgd.rmse
+
+
+def test_a_plan_prints_as_a_table(plan):
+    text = str(plan)
+    assert "➤ " in text
+    assert "identity (DP-SGD)" in text
+    assert "Promise: (4, 1e-05)-DP per example" in text
+
+
+def test_saved_plans_load_and_verify(plan, saved):
+    loaded = quell.Plan.load(saved)
+    assert loaded.as_dict() == plan.as_dict()
+    checks = quell.verify(saved)
+    assert len(checks) > 10 * len(plan.mechanisms)
+    assert all(check.holds for check in checks)
+
+
+def tampered(saved, change) -> list[verification.Check]:
+    content = json.loads(saved.read_text())
+    change(content)
+    saved.write_text(json.dumps(content))
+    return [check for check in quell.verify(saved) if not check.holds]
+
+
+def scale(key, factor):
+    def change(content):
+        row = content["mechanisms"][content["recommended"]]
+        row[key] *= factor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "key", ["noise_multiplier", "sensitivity", "rmse", "maxse", "epsilon", "delta", "lower_bound", "dpsgd_rmse"]
+)
+@pytest.mark.parametrize("factor", [0.999, 1.001])
+def test_any_false_number_is_found(saved, key, factor):
+    assert tampered(saved, scale(key, factor))
+
+
+def test_a_promise_that_the_noise_does_not_keep_is_found(saved):
+    def change(content):
+        content["setup"]["epsilon"] = 1.0
+
+    assert any("delta bought" in check.claim for check in tampered(saved, change))
+    with pytest.raises(QuellError, match="is not a true plan"):
+        quell.Plan.load(saved)
+
+
+def test_a_wrong_recommendation_is_found(saved):
+    def change(content):
+        content["recommended"] = len(content["mechanisms"]) - 1
+
+    assert [check.claim for check in tampered(saved, change)] == ["recommended mechanism"]
+
+
+def test_changed_parameters_are_found(saved):
+    def change(content):
+        for row in content["mechanisms"]:
+            if "bands" in row:
+                row["bands"] = 2 if row["bands"] != 2 else 3
+
+    assert tampered(saved, change)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "does not hold valid JSON"),
+        ('{"format": "quell-plan", "version": 1', "does not hold valid JSON"),
+        ("[]", "is not a plan file"),
+        ('{"format": "quell-plan", "version": 99}', "plan version 99"),
+        ('{"format": "quell-plan", "version": 1}', "is damaged"),
+        ('{"format": "quell-plan", "version": 1, "setup": {}}', "is damaged"),
+    ],
+)
+def test_corrupt_and_newer_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(QuellError, match=message):
+        quell.verify(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda c: c["mechanisms"][0].pop("rmse"),
+        lambda c: c["mechanisms"][0].pop("noise_multiplier"),
+        lambda c: c["mechanisms"][0].update(noise_multiplier="much"),
+        lambda c: c["mechanisms"][0].update(noise_multiplier=math.nan),
+        lambda c: c["mechanisms"][0].update(mechanism="magic"),
+        lambda c: c["mechanisms"][0].update(surprise=1),
+        lambda c: c.update(mechanisms=[]),
+        lambda c: c.update(recommended=99),
+        lambda c: c.update(recommended=True),
+        lambda c: c["setup"].update(momentum=2.0),
+        lambda c: c["setup"].pop("epochs"),
+        lambda c: c.pop("mechanisms"),
+    ],
+)
+def test_no_damage_goes_unnoticed(saved, damage):
+    content = json.loads(saved.read_text())
+    damage(content)
+    saved.write_text(json.dumps(content))
+    with pytest.raises(QuellError):
+        quell.Plan.load(saved)
+
+
+def test_an_interrupted_save_leaves_the_old_file(plan, saved, monkeypatch):
+    before = saved.read_text()
+
+    def crash(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning.json, "dump", crash)
+    with pytest.raises(KeyboardInterrupt):
+        plan.save(saved)
+    assert saved.read_text() == before
+
+
+def test_missing_folders_are_named(plan, tmp_path):
+    with pytest.raises(QuellError, match="cannot write the plan"):
+        plan.save(tmp_path / "nowhere" / "plan.json")
+    with pytest.raises(QuellError, match="cannot read the plan"):
+        quell.verify(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": 0}, "epsilon=0 must be positive"),
+        ({"epsilon": math.nan}, "epsilon=nan is not a finite number"),
+        ({"delta": 1}, "delta=1 must lie strictly between 0 and 1"),
+        ({"delta": 0}, "delta=0 must lie strictly"),
+        ({"batch_size": 3000}, "batch_size=3,000 is larger than the data set of 2,000"),
+        ({"epochs": 0}, "epochs=0 must be a whole number of at least 1"),
+        ({"epochs": 1.5}, "epochs=1.5 must be a whole number"),
+        ({"epochs": 10**9}, "steps are more than Quell can plan for"),
+        ({"momentum": 1.0}, "momentum=1 and weight_decay=1 must satisfy"),
+        ({"weight_decay": 1e-4}, "must be the factor that multiplies the weights"),
+        ({"memory": -1}, "memory=-1 model copies must not be negative"),
+        ({"learning_rates": "step"}, "there is no schedule 'step'"),
+        ({"learning_rates": [1.0, 2.0]}, "2 values but the run has 80 steps"),
+        ({"examples": "many"}, "examples='many' must be a whole number"),
+        ({"workers": 3}, "a plan does not know workers"),
+    ],
+)
+def test_bad_setups_get_one_clear_sentence(change, message):
+    with pytest.raises(QuellError, match=message) as caught:
+        quell.plan(**{**SETUP, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_value_is_named():
+    with pytest.raises(QuellError, match="a plan needs epsilon, delta as well"):
+        quell.plan(examples=10, batch_size=1, epochs=1)
+
+
+def test_a_meaningless_delta_is_pointed_out():
+    assert "published outright" in quell.Setup(**{**SETUP, "delta": 0.01}).notes[0]
+    assert quell.Setup(**SETUP).notes == ()
