@@ -14,6 +14,15 @@ settings.register_profile("quell", deadline=None, derandomize=True, max_examples
 settings.load_profile("quell")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """No test reads or fills the user's cache of optimised strategies."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("QUELL_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
 @pytest.fixture
 def random() -> np.random.Generator:
     return np.random.default_rng(20260131)

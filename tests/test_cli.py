@@ -51,7 +51,7 @@ def test_left_over_steps_allow_one_more_participation():
 
 def test_price_prints_a_table_and_a_promise():
     text = quell("price", "lambda-cgd", "--lambda", "0.9", "--column-normalise", *RUN)
-    assert "lambda_cgd(lambda=0.9, column_normalise)" in text
+    assert "lambda_cgd* λ=0.9" in text
     assert "Promise: (8, 1e-05)-DP" in text
 
 
@@ -77,7 +77,7 @@ def test_a_false_plan_fails_loudly(tmp_path):
 
 def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
     picture = tmp_path / "sweep.svg"
-    assert "bisr(bands=8)" in quell("compare", "bisr", "--bands", "2,4,8", *RUN, "--plot", str(picture))
+    assert "bisr p=8" in quell("compare", "bisr", "--bands", "2,4,8", *RUN, "--plot", str(picture))
     assert "<svg" in picture.read_text()
     rows = list(csv.DictReader(io.StringIO(quell("compare", "bisr", "--bands", "2:8:4", *RUN, "--csv"))))
     assert [row["bands"] for row in rows] == ["2", "4", "6", "8"]

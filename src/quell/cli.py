@@ -23,6 +23,7 @@ from quell import __version__, planning, report, verification, workload
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
 from quell.privacy import SCHEMES
+from quell.progress import listening
 from quell.sampling import Cyclic
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Parameter, find
@@ -69,7 +70,13 @@ Schedule = Annotated[str | None, typer.Option(help="Learning-rate schedule: cosi
 Sampling = Annotated[str, typer.Option(help=f"How batches are formed: {', '.join(SCHEMES)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw a plot: a .png, .svg or .pdf file.")]
-Normalise = Annotated[bool, typer.Option("--column-normalise", help="Scale every column of C to norm 1.")]
+Normalise = Annotated[
+    bool | None,
+    typer.Option("--column-normalise/--no-column-normalise", help="Scale every column of C to norm 1, or don't."),
+]
+Objective = Annotated[
+    str | None, typer.Option(help="What an optimised mechanism minimises: rmse (default), maxse, or training.")
+]
 
 
 @app.command()
@@ -128,7 +135,9 @@ def price(
     bands: Annotated[int | None, typer.Option(help="Diagonals of C, or of C^-1 for banded-inverse families.")] = None,
     lambda_: Annotated[float | None, typer.Option("--lambda", help="Share of old noise that is cancelled.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Power of a fractional mechanism.")] = None,
-    column_normalise: Normalise = False,
+    buffers: Annotated[int | None, typer.Option(help="Buffers of a blt.")] = None,
+    objective: Objective = None,
+    column_normalise: Normalise = None,
     separation: Separation = None,
     momentum: Momentum = 0.0,
     weight_decay: WeightDecay = 1.0,
@@ -138,16 +147,22 @@ def price(
 ) -> None:
     """Price one named mechanism: the noise it needs and the error that causes."""
     problem = _problem(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
-    given = {"bands": bands, "lambda": lambda_, "gamma": gamma}
+    given = {
+        "bands": bands,
+        "lambda": lambda_,
+        "gamma": gamma,
+        "buffers": buffers,
+        "objective": objective,
+        "column_normalise": column_normalise,
+    }
     parameters: dict[str, Parameter] = {name: value for name, value in given.items() if value is not None}
-    if column_normalise:
-        parameters["column_normalise"] = True
-    priced = problem.price(mechanism, **parameters)
+    with _progress():
+        priced = problem.price(mechanism, **parameters)
     if as_json:
         _print_json(problem.row(priced))
         return
     console.print(report.mechanism_table(problem, [priced]))
-    console.print(f"Promise: {priced.guarantee}.", highlight=False)
+    console.print(report.details(problem, priced), highlight=False)
 
 
 @app.command()
@@ -160,7 +175,9 @@ def compare(
     bands: Annotated[str | None, typer.Option(help="One value, or a sweep: 2,4,8 or start:stop:count.")] = None,
     lambda_: Annotated[str | None, typer.Option("--lambda", help="One value, or a sweep.")] = None,
     gamma: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
-    column_normalise: Normalise = False,
+    buffers: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
+    objective: Objective = None,
+    column_normalise: Normalise = None,
     separation: Separation = None,
     momentum: Momentum = 0.0,
     weight_decay: WeightDecay = 1.0,
@@ -172,14 +189,16 @@ def compare(
 ) -> None:
     """Sweep one parameter of a family."""
     problem = _problem(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
-    given = {"bands": bands, "lambda": lambda_, "gamma": gamma}
+    given = {"bands": bands, "lambda": lambda_, "gamma": gamma, "buffers": buffers}
     values = {name: _sweep(name, text) for name, text in given.items() if text is not None}
     swept = [name for name, options in values.items() if len(options) > 1]
     if len(swept) != 1:
         raise QuellError("compare sweeps exactly one parameter: give several values to one, for example --bands 2,4,8")
-    fixed = {name: options[0] for name, options in values.items() if name != swept[0]}
-    if column_normalise:
-        fixed["column_normalise"] = True
+    fixed: dict[str, Parameter] = {name: options[0] for name, options in values.items() if name != swept[0]}
+    if column_normalise is not None:
+        fixed["column_normalise"] = column_normalise
+    if objective is not None:
+        fixed["objective"] = objective
     priced: list[Mechanism] = []
     with _progress() as advance:
         for done, value in enumerate(values[swept[0]]):
@@ -300,7 +319,7 @@ def _sweep(name: str, text: str) -> list[float]:
             if points < 2:
                 raise ValueError
             values = [first + (last - first) * i / (points - 1) for i in range(points)]
-            return list(dict.fromkeys(round(value) for value in values)) if name == "bands" else values
+            return list(dict.fromkeys(round(value) for value in values)) if name in ("bands", "buffers") else values
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise QuellError(f"--{name} {text!r} is not a sweep: write 2,4,8 or start:stop:count") from None
@@ -326,7 +345,8 @@ def _progress() -> Iterator[planning.Progress]:
     )
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("pricing", total=None)
-        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+        with listening(lambda text: bar.update(task, description=text)):
+            yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
 
 
 if __name__ == "__main__":

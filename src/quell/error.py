@@ -19,9 +19,11 @@ import numpy as np
 from quell._types import Array
 from quell.algebra import series
 from quell.errors import QuellError
-from quell.strategy.structure import Strategy, ToeplitzStrategy
+from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 from quell.workload import Workload
 
+_MOST_BANDS = 512  # of C: beyond, the recursion inside the band is no longer cheaper than dense algebra
+_MOST_NOISING_BANDS = 4096  # of C⁻¹
 _DENSE = 4096  # steps up to which an n×n matrix product takes seconds
 
 
@@ -50,30 +52,42 @@ def query_variances(strategy: Strategy, workload: Workload) -> Array:
     """(n,) squared row norms of B = A·C⁻¹."""
     if strategy.steps != workload.steps:
         raise QuellError(f"the strategy has {strategy.steps:,} steps but the workload {workload.steps:,}")
-    variances = _exact_variances(strategy, workload)
+    with np.errstate(over="ignore", invalid="ignore"):
+        variances = _exact_variances(strategy, workload)
     if not np.all(np.isfinite(variances)):
         raise QuellError(f"{strategy!r} has an error that overflows: its noise grows without bound")
     return variances
 
 
 def _exact_variances(strategy: Strategy, workload: Workload) -> Array:
-    n = workload.steps
-    if not isinstance(strategy, ToeplitzStrategy):
-        if workload.is_prefix:
-            return np.bitwise_count(np.arange(1, n + 1)).astype(np.float64)  # intervals in a Fenwick prefix sum
+    if isinstance(strategy, TreeStrategy):
+        if workload.is_prefix:  # as many tree nodes as the step number has one bits
+            return np.bitwise_count(np.arange(1, workload.steps + 1)).astype(np.float64)
         return _dense_variances(strategy, workload)
+    if isinstance(strategy, BandedStrategy):
+        return _banded_variances(strategy, workload)
     if workload.is_toeplitz and strategy.column_scale is None:
         return np.cumsum(np.square(_decoder_series(strategy, workload)))
+    if strategy.bands < strategy.noising_bands:
+        return _banded_variances(strategy, workload)
     bands = workload.inverse_bands
-    if bands is None or min(strategy.bands, strategy.noising_bands) == n > 1:
+    if bands is None or strategy.noising_bands > _MOST_NOISING_BANDS:
         return _dense_variances(strategy, workload)
     from quell.algebra import banded  # compiled code, loaded when first needed
 
-    if strategy.noising_bands <= strategy.bands:
-        # A⁻¹θ = diag(1/scale)·T(noising)·z: scale the rows of A⁻¹ instead of the noise.
-        rows = bands if strategy.column_scale is None else bands * strategy.column_scale[:, None]
-        return banded.query_variances(rows, strategy.noising[:n])
-    return banded.query_variances(banded.multiply(strategy.row_bands(), bands), np.ones(1))
+    # A⁻¹θ = diag(1/scale)·T(noising)·z: scale the rows of A⁻¹ instead of the noise.
+    rows = bands if strategy.column_scale is None else bands * strategy.column_scale[:, None]
+    return banded.query_variances(rows, strategy.noising[: workload.steps])
+
+
+def _banded_variances(strategy: ToeplitzStrategy | BandedStrategy, workload: Workload) -> Array:
+    """C banded: C·A⁻¹ is banded too, and its inverse's row norms follow inside the band."""
+    bands = workload.inverse_bands
+    if bands is None or strategy.bands > max(_MOST_BANDS, workload.steps // 8):
+        return _dense_variances(strategy, workload)
+    from quell.algebra import banded
+
+    return banded.query_variances(banded.multiply(strategy.row_bands, bands), np.ones(1))
 
 
 def _decoder_series(strategy: ToeplitzStrategy, workload: Workload) -> Array:

@@ -13,6 +13,8 @@ from quell.sampling import Cyclic
 from quell.strategy import Parameter, Strategy, build, describe
 from quell.workload import Workload
 
+MOST_NUMBERS = 1_000_000  # of an optimised strategy that a row can hold
+
 
 @dataclass(frozen=True)
 class Mechanism:
@@ -68,7 +70,7 @@ class Problem:
         >>> round(problem.price("bisr", bands=16).rmse, 2)
         17.94
         """
-        strategy = build(name, self.workload, self.sampling.participation, **parameters)
+        strategy = build(name, self.workload, self.sampling.participation, None, **parameters)
         guarantee = privacy.calibrate(strategy, self.sampling, self.epsilon, self.delta)
         return Mechanism(strategy, guarantee, error(strategy, self.workload))
 
@@ -85,10 +87,11 @@ class Problem:
 
     def row(self, mechanism: Mechanism) -> dict[str, Any]:
         """The mechanism as plain data: the keys of `--json` and of plan files (documented in docs/json.md)."""
-        guarantee = mechanism.guarantee
+        guarantee, solution = mechanism.guarantee, mechanism.strategy.solution
         return {
             "mechanism": mechanism.name,
             **mechanism.strategy.parameters,
+            **({} if solution is None or solution.size > MOST_NUMBERS else {"solution": solution.tolist()}),
             "steps": self.workload.steps,
             "epochs": self.epochs,
             "separation": self.sampling.separation,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quell.errors import QuellError
-from quell.mechanism import Mechanism, Problem
+from quell.mechanism import MOST_NUMBERS, Mechanism, Problem
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Limits, Parameter
 
@@ -58,6 +58,13 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, the content of a plan file."""
         setup = dataclasses.asdict(self.setup)
+        for mechanism in self.mechanisms:
+            solution = mechanism.strategy.solution
+            if solution is not None and solution.size > MOST_NUMBERS:
+                raise QuellError(
+                    f"{mechanism.strategy!r} has {solution.size:,} coefficients, too many for a plan file: "
+                    "take band_toeplitz instead of band"
+                )
         return {
             "format": FORMAT,
             "version": VERSION,

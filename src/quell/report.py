@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
 from quell.planning import Plan, fits
-from quell.strategy import describe
 from quell.verification import Check
 
 if TYPE_CHECKING:
@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 def mechanism_table(problem: Problem, mechanisms: Sequence[Mechanism], plan: Plan | None = None) -> Table:
     """One row per mechanism; the recommended one of a plan is marked, those beyond its limits are dimmed."""
     table = Table(
-        caption="RMSE and MaxSE: error of the model's iterates per unit of clip norm. "
-        "Buffers: model-sized vectors kept. Draws: noise vectors generated per step.",
+        box=box.SIMPLE_HEAD,
+        caption="σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. "
+        "gain: DP-SGD's RMSE over this one. gap: this RMSE over the lower bound. buffers: model-sized vectors kept. "
+        "draws: noise vectors made per step. p: bands, d: buffers. *: columns normalised.",
         caption_justify="left",
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("mechanism")
-    for title in ("noise σ", "sensitivity", "RMSE", "MaxSE", "× better", "× bound", "buffers", "draws"):
-        table.add_column(title, justify="right")
+    table.add_column("mechanism", no_wrap=True)
+    for title in ("σ", "RMSE", "MaxSE", "gain", "gap", "buffers", "draws"):
+        table.add_column(title, justify="right", no_wrap=True, min_width=max(len(title), 5))
     for index, mechanism in enumerate(mechanisms):
         chosen = plan is not None and index == plan.recommended
-        bound = "" if mechanism.guarantee.sensitivity.exact else " ≤"
         style = "bold green" if chosen else ("dim" if plan is not None and not fits(plan.setup, mechanism) else None)
         table.add_row(
             ("➤ " if chosen else "  ") + label(mechanism),
             f"{mechanism.noise_multiplier:.4g}",
-            f"{mechanism.guarantee.sensitivity.value:.4g}{bound}",
             f"{mechanism.rmse:.4g}",
             f"{mechanism.maxse:.4g}",
-            f"{problem.dpsgd.rmse / mechanism.rmse:.2f}",
-            f"{mechanism.rmse / problem.lower_bound:.2f}",
+            f"{problem.dpsgd.rmse / mechanism.rmse:.2f}×",
+            f"{mechanism.rmse / problem.lower_bound:.2f}×",
             f"{mechanism.buffers:,}",
             f"{mechanism.draws:,}",
             style=style,
@@ -50,9 +51,29 @@ def mechanism_table(problem: Problem, mechanisms: Sequence[Mechanism], plan: Pla
 
 
 def label(mechanism: Mechanism) -> str:
-    """Family and parameters, as in a table."""
-    text = describe(mechanism.strategy).split(" over ")[0]
-    return "identity (DP-SGD)" if text == "identity" else text
+    """Family and parameters, short enough for a table."""
+    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d"}
+    parameters = mechanism.strategy.parameters
+    shown = {name: value for name, value in parameters.items() if name in symbols and (name, value) != ("lambda", 1.0)}
+    settings = [f"{symbols[name]}={value:.4g}" for name, value in shown.items()]
+    star = "*" if parameters.get("column_normalise") else ""
+    return " ".join([f"{mechanism.name}{' (DP-SGD)' if mechanism.name == 'identity' else ''}{star}", *settings])
+
+
+def details(problem: Problem, mechanism: Mechanism) -> str:
+    """What lies behind one row: sensitivity, guarantee, and how an optimised strategy was found."""
+    moved, how = mechanism.guarantee.sensitivity, mechanism.strategy.convergence
+    lines = [
+        f"Sensitivity {moved.value:.6g} ({moved.kind}; {moved.method}) for {problem.sampling.participation.count} uses "
+        f"of an example at least {problem.sampling.separation:,} steps apart.",
+        f"Promise: {mechanism.guarantee}.",
+    ]
+    if how is not None:
+        lines.append(
+            f"Found in {how.iterations} iterations, largest gradient entry {how.gradient_norm:.1e}, last step gained "
+            f"{how.last_improvement:.1e}. {how.reason}"
+        )
+    return "\n".join(lines)
 
 
 def recommendation(plan: Plan) -> str:
@@ -60,9 +81,10 @@ def recommendation(plan: Plan) -> str:
     chosen, problem = plan.mechanism, plan.problem
     gain = problem.dpsgd.rmse / chosen.rmse
     cost = "no extra memory" if not chosen.buffers else f"{chosen.buffers:,} model-sized buffers"
+    draws = "one noise vector" if chosen.draws == 1 else f"{chosen.draws} noise vectors"
     return (
         f"Use {label(chosen)} with noise multiplier {chosen.noise_multiplier:.4g}: {gain:.2f} times less error than "
-        f"DP-SGD at the same privacy, for {cost} and {chosen.draws} noise vectors per step.\n"
+        f"DP-SGD at the same privacy, for {cost} and {draws} per step.\n"
         f"Any mechanism without amplification has at least {problem.lower_bound / chosen.rmse:.0%} of its error. "
         f"Promise: {chosen.guarantee}."
     )

@@ -29,7 +29,7 @@ from scipy import fft
 from quell._types import Array
 from quell.errors import QuellError
 from quell.sampling import Participation
-from quell.strategy.structure import Strategy, ToeplitzStrategy, TreeStrategy
+from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 
 _MEETS = 1e-9  # relative gap below which a bracket counts as closed
 _ROUNDING = 1e-12  # added to squared upper ends: far above accumulated float64 error, far below anything of interest
@@ -69,6 +69,8 @@ def sensitivity(strategy: Strategy, participation: Participation) -> Sensitivity
         return _tree(strategy, participation)
     if strategy.bands <= participation.separation:
         return _separated_columns(strategy.column_norms, participation)
+    if isinstance(strategy, BandedStrategy):
+        return _overlapping_columns(strategy, participation)
     if strategy.column_scale is None:
         return _toeplitz(strategy, participation)
     return _scaled_toeplitz(strategy, strategy.column_scale, participation)
@@ -134,6 +136,22 @@ def _separated_columns(norms: Array, participation: Participation) -> Sensitivit
     return Sensitivity(upper, lower, "column norms: no more bands than the separation")
 
 
+def _overlapping_columns(strategy: BandedStrategy, participation: Participation) -> Sensitivity:
+    """C with more bands than the separation: each participation overlaps with a bounded number of others."""
+    squared = np.square(strategy.column_norms)
+    lower = math.sqrt(float(squared[participation.first_steps()].sum()))  # some choice of signs does at least this
+    overlaps = min((strategy.bands - 1) // participation.separation, participation.count - 1)
+    method, upper = (
+        "column norms, times how many columns overlap",
+        math.sqrt((1 + 2 * overlaps) * float(heaviest_pattern(squared, participation)) * (1 + _ROUNDING)),
+    )
+    if participation.steps <= _DENSE:
+        matrix = strategy.matrix()
+        lower = max(lower, float(np.linalg.norm(matrix[:, participation.first_steps()].sum(axis=1))))
+        method, upper = "row by row, from the Gram matrix", min(upper, row_wise_bound(matrix, participation))
+    return Sensitivity(max(upper, lower), lower, method)
+
+
 def _toeplitz(strategy: ToeplitzStrategy, participation: Participation) -> Sensitivity:
     c = _padded(strategy.coefficients, participation.steps)
     lower = _leftmost(c, participation)
@@ -158,7 +176,7 @@ def _correlation_bound(c: Array, participation: Participation) -> float:
         head = fft.rfft(c[: n - start], size)
         correlation = fft.irfft(whole * np.conj(head), size)[:n]  # Σ_t c_t·c_{t+m} over t < n − start, for each lag m
         worst_from = np.maximum.accumulate(correlation[::-1])[::-1]
-        squared += float(np.dot(c[: n - start], c[: n - start])) + 2.0 * float(worst_from[b : rank * b + 1 : b].sum())
+        squared += float(np.sum(np.square(c[: n - start]))) + 2.0 * float(worst_from[b : rank * b + 1 : b].sum())
     return math.sqrt(squared * (1 + _ROUNDING))
 
 
@@ -168,7 +186,7 @@ def _scaled_toeplitz(strategy: ToeplitzStrategy, scale: Array, participation: Pa
     total = np.zeros(n)
     for start in participation.first_steps():
         total[start:] += c[: n - start] * scale[start]
-    lower = math.sqrt(float(np.dot(total, total)))
+    lower = math.sqrt(float(np.sum(np.square(total))))
     envelope = _majorant(c)
     bounds = {"monotone majorant of |C|": _leftmost(envelope, participation) * float(scale.max())}
     if k <= _MOST_RANKS and k * n <= 4e9:
@@ -214,7 +232,7 @@ def _leftmost(c: Array, participation: Participation) -> float:
     running = np.cumsum(stacked, axis=0)
     running[k:] -= np.cumsum(stacked, axis=0)[: blocks - k]
     total = running.reshape(-1)[:n]
-    return math.sqrt(float(np.dot(total, total)))
+    return math.sqrt(float(np.sum(np.square(total))))
 
 
 def _majorant(c: Array) -> Array:

@@ -94,11 +94,14 @@ def _checks(setup: Setup, content: dict[str, Any]) -> Iterator[Check]:
         try:
             mechanism, fresh = _rebuild(problem, row)
             yield from _row_checks(problem, mechanism, row, fresh)
-        except (KeyError, TypeError, AttributeError) as trouble:
+            mechanisms.append(mechanism)
+        except QuellError as refusal:
+            yield Check(f"mechanism {row.get('mechanism')}", "can be built and priced", str(refusal), False)
+        except (KeyError, TypeError, ValueError, AttributeError) as trouble:
             raise QuellError("the plan is damaged: a mechanism lacks a value or has one of the wrong kind") from trouble
-        mechanisms.append(mechanism)
-    best = recommend(setup, mechanisms)
-    yield Check("recommended mechanism", content["recommended"], best, content["recommended"] == best)
+    if len(mechanisms) == len(content["mechanisms"]):
+        best = recommend(setup, mechanisms)
+        yield Check("recommended mechanism", content["recommended"], best, content["recommended"] == best)
 
 
 def _rebuild(problem: Problem, row: dict[str, Any]) -> tuple[Mechanism, dict[str, Any]]:
@@ -106,7 +109,8 @@ def _rebuild(problem: Problem, row: dict[str, Any]) -> tuple[Mechanism, dict[str
     family = find(row["mechanism"])
     names = (*family.required, *family.optional, "column_normalise")
     parameters = {name: row[name] for name in names if name in row}
-    strategy = build(family.name, problem.workload, problem.sampling.participation, **parameters)
+    solution = np.asarray(row["solution"], dtype=np.float64) if "solution" in row else None
+    strategy = build(family.name, problem.workload, problem.sampling.participation, solution, **parameters)
     moved = sensitivity(strategy, problem.sampling.participation)
     stated = Guarantee(row["epsilon"], row["delta"], row["noise_multiplier"], row["sampling"], moved)
     mechanism = Mechanism(strategy, stated, error(strategy, problem.workload))

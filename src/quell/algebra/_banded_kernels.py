@@ -22,73 +22,70 @@ All loops are serial, so results cannot depend on the number of threads. Fusing 
 (`contract`) is the only liberty the compiler gets: infinities and nans behave as usual. Matrices are passed
 flat, with a position and a stride, because that is how their windows slide.
 """
-# mypy: disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False
 
 import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-from quell._types import Array
 
 TILE = 8  # rows and columns of a register tile; blocks and windows are multiples of it
 _FAST: dict[str, Any] = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy", "nogil": True}
 
 
 @njit(**_FAST)
-def banded_loss_and_gradient(
-    theta: Array,
-    inverse_norms: Array,
-    inverse: Array,
-    weights: Array,
-    window: int,
-    block: int,
-    segment: int,
-    gradient: Array,
-) -> float:
-    """Σ v_i W_ii and its gradient in theta (written to `gradient`); inf, and no gradient, if W overflows."""
+def banded_loss_and_gradient(theta, inverse_norms, inverse, weights, window, block, segment, gradient, dots):
+    """Σ v_i W_ii and its gradient in theta (written to `gradient`); inf, and no gradient, if W overflows.
+
+    theta, gradient: (n, p); inverse_norms: (n,) of theta's columns; inverse: (r, n), inverse[e, t] = A⁻¹[t, t-e],
+    by lag so that loops along a row of C are contiguous; dots: (n,) the products C_j·∂loss/∂C_j, by the way.
+    """
     n, bands = theta.shape
     segments = (n + segment - 1) // segment
-    size, both = window + segment, window + block
-    # Eight columns more than needed: rows a power of two apart would compete for the same few cache lines.
-    w, p = np.zeros((size, size + 8)), np.empty((size, size + 8))
-    saved = np.empty((segments, window, window))
-    x, slopes = np.empty((segment, both)), np.empty((segment, both))
-    room, spare, strip = np.empty((block, both)), np.empty((block, both)), np.empty(bands)
+    both, stride = window + block, row_stride(window, segment)
+    last = segment * stride + segment  # where the last window of a segment starts
+    w, p = np.zeros((window + segment) * stride), np.empty((window + segment) * stride)
+    saved, carried = np.empty(segments * window * window), np.zeros(window * window)
+    x, slopes = np.empty(segment * both), np.empty(segment * both)
+    room, spare, strip = np.empty(block * both + TILE * TILE), np.empty(block * both), np.empty(bands)
 
     loss = 0.0
     for g in range(segments):
-        saved[g] = w[segment:size, segment:size]
-        w[:window, :window] = saved[g]
-        fill_rows(theta, inverse_norms, inverse, g * segment, window, block, strip, x)
-        advance(window, block, x, room, w)
+        first = g * segment
+        copy(w, last, stride, saved, g * window * window, window, window, window)
+        copy(saved, g * window * window, window, w, 0, stride, window, window)
+        fill_rows(theta, inverse_norms, inverse, first, window, block, strip, x)
+        advance(window, block, x, room, w, stride)
         part = 0.0
-        for i in range(min(segment, n - g * segment)):
-            part += weights[g * segment + i] * w[window + i, window + i]
+        for i in range(min(segment, n - first)):
+            variance, own = w[(window + i) * (stride + 1)], x[i * both + window + i % block]
+            # Var θ_i is at least 1/E_ii²; less (or nan) means that C⁻¹ blew up and rounding took over.
+            if not variance >= 0.999 * own * own:
+                return math.inf
+            part += weights[first + i] * variance
         loss += part
         if not math.isfinite(loss):
             return math.inf
 
-    dots, done = np.zeros(n), n
-    carried = np.zeros((window, window))
+    dots[:], done = 0.0, n
     for g in range(segments - 1, -1, -1):
         first = g * segment
         count = min(segment, n - first)
         if g < segments - 1:
-            w[:window, :window] = saved[g]
+            copy(saved, g * window * window, window, w, 0, stride, window, window)
             fill_rows(theta, inverse_norms, inverse, first, window, block, strip, x)
-            advance(window, block, x, room, w)
+            advance(window, block, x, room, w, stride)
         p[:] = 0.0
-        p[segment:size, segment:size] = carried
+        copy(carried, 0, window, p, last, stride, window, window)
         for i in range(count):
-            p[window + i, window + i] += weights[first + i]
-        retreat(window, block, x, w, p, room, spare, slopes)
-        carried[:] = p[:window, :window]
-        chain_rows(theta, inverse_norms, inverse, first, count, window, block, slopes, gradient, dots)
+            p[(window + i) * (stride + 1)] += weights[first + i]
+        retreat(window, block, x, w, p, stride, room, spare, slopes)
+        copy(p, 0, stride, carried, 0, window, window, window)
+        chain_rows(theta, inverse_norms, inverse, first, count, window, block, slopes, strip, gradient, dots)
         # Column j ends bands - 1 rows below its diagonal: from there on, rows have all their dots.
         ready = min(first + bands - 1, done) if g else 0
         project_rows(theta, inverse_norms, ready, done, gradient, dots)
@@ -97,165 +94,311 @@ def banded_loss_and_gradient(
 
 
 @njit(**_FAST)
-def fill_rows(
-    theta: Array, inverse_norms: Array, inverse: Array, first: int, window: int, block: int, strip: Array, x: Array
-) -> None:
-    """x[i] = row first + i of E = C·A⁻¹, C = theta·diag(inverse_norms), laid out as in its block's [U | L].
+def banded_variances(bands, step, window, block, segment, out):
+    """out[i] = W_ii for E with row bands `bands[i * step]` (step 0: every row the same)."""
+    both, stride = window + block, row_stride(window, segment)
+    w = np.zeros((window + segment) * stride)
+    x, room = np.empty(segment * both), np.empty(block * both + TILE * TILE)
+    for first in range(0, out.size, segment):
+        copy(w, segment * stride + segment, stride, w, 0, stride, window, window)
+        x[:] = 0.0
+        for i in range(segment):
+            t, at = first + i, i * both + window + i % block
+            x[at] = 1.0
+            if t < out.size:
+                for d in range(min(bands.shape[1], t + 1)):
+                    x[at - d] = bands[t * step, d]
+        advance(window, block, x, room, w, stride)
+        for i in range(min(segment, out.size - first)):
+            out[first + i] = w[(window + i) * (stride + 1)]
 
-    inverse: (r, n), inverse[e, t] = A⁻¹[t, t-e]; by lag, so that loops along a row of C are contiguous.
+
+@njit(**_FAST)
+def forced_variances(bands, step, forcing, out):
+    """out[i] = Var θ_i for E θ = T(forcing) z, row by row: few bands, any number of forcing coefficients.
+
+    With e = E[i, i], h_d = -E[i, i-d]/e and f the forcing,
+        Cov(θ_i, z_{i-j}) = f_j/e + Σ_d h_d Cov(θ_{i-d}, z_{i-j})
+        Cov(θ_i, θ_{i-d}) = Σ_d' h_d' Cov(θ_{i-d'}, θ_{i-d}) + Σ_j f_j/e Cov(z_{i-j}, θ_{i-d}),   d = 0 last.
+    Row t of both tables lives in line t mod (number of bands): nothing is ever shifted.
+    """
+    lines, terms = bands.shape[1], forcing.size
+    with_noise, with_past = np.zeros((lines, terms)), np.zeros((lines, lines))
+    h = np.empty(lines)
+    for i in range(out.size):
+        row, e = bands[i * step], bands[i * step, 0]
+        past = min(lines - 1, i)
+        noise, mine = with_noise[i % lines], with_past[i % lines]
+        for j in range(terms):
+            noise[j] = forcing[j] / e if j <= i else 0.0  # there is no noise before the first step
+        for d in range(1, past + 1):
+            h[d] = -row[d] / e
+            theirs = with_noise[(i - d) % lines]
+            for j in range(terms - d):
+                noise[j + d] += h[d] * theirs[j]
+        for d in range(1, past + 1):
+            total = 0.0
+            for k in range(1, past + 1):
+                total += h[k] * with_past[(i - min(d, k)) % lines, abs(d - k)]
+            theirs, forced = with_noise[(i - d) % lines], 0.0
+            for j in range(terms - d):
+                forced += forcing[j + d] * theirs[j]
+            mine[d] = total + forced / e
+        total = 0.0
+        for j in range(terms):
+            total += forcing[j] * noise[j]
+        total /= e
+        for d in range(1, past + 1):
+            total += h[d] * mine[d]
+        mine[0] = total
+        out[i] = total
+
+
+@njit(**_FAST)
+def multiply_bands(left, left_step, right, right_step, out):
+    """out[i, d] = Σ_a left[i, a] right[i-a, d-a], entries left of column zero taken as zero."""
+    for i in range(out.shape[0]):
+        for a in range(min(left.shape[1], i + 1)):
+            factor = left[i * left_step, a]
+            row, target = right[(i - a) * right_step], out[i, a:]
+            for b in range(min(right.shape[1], i - a + 1)):
+                target[b] += factor * row[b]
+
+
+@njit(**_FAST)
+def column_norms(theta, out):
+    """out[j] = norm of column j. False if a diagonal entry is not positive: then theta is no strategy."""
+    n, bands = theta.shape
+    out[:] = 0.0
+    for t in range(n):
+        here = min(bands, t + 1)
+        values, sums = theta[t], out[t - here + 1 : t + 1]
+        if not values[0] > 0.0:
+            return False
+        for j in range(here):
+            value = values[np.uintp(here - 1 - j)]
+            sums[j] += value * value
+    for j in range(n):
+        out[j] = math.sqrt(out[j])
+    return True
+
+
+@njit(**_FAST)
+def divide_columns(bands, divisors):
+    """Divide column j by divisors[j], in place; entries outside the matrix become zero."""
+    for t in range(bands.shape[0]):
+        here = min(bands.shape[1], t + 1)
+        row, below = bands[t], divisors[t - here + 1 : t + 1]
+        for c in range(here):
+            row[c] /= below[np.uintp(here - 1 - c)]
+        row[here:] = 0.0
+
+
+@njit(**_FAST)
+def fill_rows(theta, inverse_norms, inverse, first, window, block, strip, x):
+    """x = the rows from `first` of E = C·A⁻¹, C = theta·diag(inverse_norms), each laid out as in its block's [U | L].
+
     Rows past the end are those of the identity.
     """
     n, bands = theta.shape
-    for i in range(x.shape[0]):
-        t, at = first + i, window + i % block
-        row = x[i]
-        row[:] = 0.0
+    both = window + block
+    x[:] = 0.0
+    for i in range(x.size // both):
+        t, at = first + i, i * both + window + i % block  # `at`: the diagonal
         if t >= n:
-            row[at] = 1.0
+            x[at] = 1.0
             continue
         here = min(bands, t + 1)
-        for j in range(here):  # strip[j] = C[t, t - here + 1 + j]
-            strip[j] = theta[t, here - 1 - j] * inverse_norms[t - here + 1 + j]
+        left = t - here + 1  # this row's first column
+        values, norms = theta[t], inverse_norms[left:]
+        for j in range(here):
+            strip[j] = values[np.uintp(here - 1 - j)] * norms[j]  # unsigned: no test for wrap-around, so vectorised
         for e in range(inverse.shape[0]):
-            lag, low = inverse[e], max(0, e - (t - here + 1))
-            for j in range(low, here):
-                row[at - here + 1 + j - e] += strip[j] * lag[t - here + 1 + j]
+            low = max(0, e - left)
+            target, lag, part = x[at - here + 1 - e + low :], inverse[e, left + low :], strip[low:]
+            for j in range(here - low):
+                target[j] += part[j] * lag[j]
 
 
 @njit(**_FAST)
-def advance(window: int, block: int, x: Array, room: Array, w: Array) -> None:
+def advance(window, block, x, room, w, stride):
     """Forward recursion over a segment: turns x from rows [U | L] into [F | L⁻¹] and extends W by them."""
-    both, stride = window + block, w.shape[1]
-    fx, fw, fr = x.reshape(-1), w.reshape(-1), room.reshape(-1)
-    for s in range(0, x.shape[0], block):
-        eliminate(s, window, block, x, room)
-        top = window + s
+    both = window + block
+    for s in range(0, x.size // both, block):
+        top, at = window + s, s * both
+        eliminate(window, block, x, at, room)
+        above, below, corner = s * (stride + 1), top * stride + s, top * (stride + 1)
+        clear(w, below, stride, block, both)
+        add_product(x, at, both, 1, w, above, stride, w, below, stride, block, window, window)
+        transpose(w, below, stride, w, above + window, stride, block, window)
+        transpose(x, at + window, both, room, 0, block, block, block)
+        add_product(x, at, both, 1, w, above + window, stride, w, corner, stride, block, window, block)
+        add_product(x, at + window, both, 1, room, 0, block, w, corner, stride, block, block, block)
         for i in range(block):
-            w[top + i, s : top + block] = 0.0
-            for j in range(block):
-                room[i, j] = x[s + j, window + i]
-        add_product(
-            fx, s * both, both, 1, fw, s * stride + s, stride, fw, top * stride + s, stride, block, window, window
-        )
-        for j in range(s, top):
-            for i in range(top, top + block):
-                w[j, i] = w[i, j]
-        corner = top * stride + top
-        add_product(fx, s * both, both, 1, fw, s * stride + top, stride, fw, corner, stride, block, window, block)
-        add_product(fx, s * both + window, both, 1, fr, 0, both, fw, corner, stride, block, block, block)
-        for i in range(top, top + block):
-            for j in range(top, i):
-                w[j, i] = w[i, j]
+            for j in range(i):  # exact symmetry: rounding must not build up
+                w[corner + j * stride + i] = w[corner + i * stride + j]
 
 
 @njit(**_FAST)
-def eliminate(s: int, window: int, block: int, x: Array, room: Array) -> None:
-    """Replace the block [U | L] at row s of x by L⁻¹ [-U | I] = [F | L⁻¹], eight rows at a time."""
+def eliminate(window, block, x, at, room):
+    """Replace the block [U | L] at x[at:] by L⁻¹ [-U | I] = [F | L⁻¹], eight rows at a time."""
     both = window + block
-    fx, fr = x.reshape(-1), room.reshape(-1)
-    small = np.empty(TILE * TILE)
+    small = block * both  # room's last 64 places hold -D⁻¹
     for r in range(0, block, TILE):
-        edge = window + r  # these rows read [known | D], D lower triangular from column `edge`
-        for i in range(TILE):  # small = -D⁻¹
-            row = s + r + i
-            scale = -1.0 / x[row, edge + i]
+        here, edge = at + r * both, window + r  # these rows read [U | known | D], D triangular from column `edge`
+        clear(room, small, TILE, TILE, TILE)
+        for i in range(TILE):
+            row = here + i * both + edge
+            scale = -1.0 / x[row + i]
             for j in range(i):
                 total = 0.0
                 for k in range(j, i):
-                    total += x[row, edge + k] * small[k * TILE + j]
-                small[i * TILE + j] = total * scale
-            small[i * TILE + i] = scale
-            for j in range(i + 1, TILE):
-                small[i * TILE + j] = 0.0
-        for i in range(TILE):  # room = known[:, U] - 0 (old L columns cleared) and -I in D's place
-            source, target = x[s + r + i], room[i]
-            target[:window] = source[:window]
-            target[window : edge + TILE] = 0.0
-            target[edge + i] = -1.0
-        if r:
-            add_product(fx, (s + r) * both + window, both, 1, fx, s * both, both, fr, 0, both, TILE, r, edge)
+                    total += x[row + k] * room[small + k * TILE + j]
+                room[small + i * TILE + j] = total * scale
+            room[small + i * TILE + i] = scale
+        copy(x, here, both, room, 0, both, TILE, window)
+        clear(room, window, both, TILE, r + TILE)
         for i in range(TILE):
-            x[s + r + i] = 0.0
-        add_product(small, 0, TILE, 1, fr, 0, both, fx, (s + r) * both, both, TILE, TILE, edge + TILE)
+            room[i * both + edge + i] = -1.0
+        add_product(x, here + window, both, 1, x, at, both, room, 0, both, TILE, r, edge)
+        clear(x, here, both, TILE, both)
+        add_product(room, small, TILE, 1, room, 0, both, x, here, both, TILE, TILE, edge + TILE)
 
 
 @njit(**_FAST)
-def retreat(window: int, block: int, x: Array, w: Array, p: Array, back: Array, spare: Array, slopes: Array) -> None:
+def retreat(window, block, x, w, p, stride, back, spare, slopes):
     """Backward recursion over a segment: carry p to its first rows, leave -∂loss/∂[U | L] in `slopes`.
 
     Only the symmetric part of p means anything: p[window, window] += FᵀR, R = P[new, new] F + 2 P[new, window],
     has the symmetric part asked for at half the work.
     """
-    both, stride = window + block, w.shape[1]
-    fx, fw, fp, fb = x.reshape(-1), w.reshape(-1), p.reshape(-1), back.reshape(-1)
-    fs, fl = spare.reshape(-1), slopes.reshape(-1)
-    for s in range(x.shape[0] - block, -1, -block):
-        top, at = window + s, s * both
-        for j in range(both):
-            for i in range(block):
-                back[i, j] = p[top + i, s + j] + p[s + j, top + i]
+    both = window + block
+    slopes[:] = 0.0
+    for s in range(x.size // both - block, -1, -block):
+        at, above, below = s * both, s * (stride + 1), (window + s) * stride + s
+        transpose(p, above + window, stride, back, 0, both, both, block)
+        for i in range(block):
+            for j in range(both):
+                back[i * both + j] += p[below + i * stride + j]
         spare[:] = 0.0
-        slopes[s : s + block] = 0.0
-        add_product(fb, 0, both, 1, fw, s * stride + s, stride, fs, 0, both, block, both, both)
-        add_product(fx, at + window, 1, both, fs, 0, both, fl, at, both, block, block, both)
-        back[:, window:] *= 0.5
-        add_product(fb, window, both, 1, fx, at, both, fb, 0, both, block, block, window)
-        add_product(fx, at, 1, both, fb, 0, both, fp, s * stride + s, stride, window, block, window)
+        add_product(back, 0, both, 1, w, above, stride, spare, 0, both, block, both, both)
+        add_product(x, at + window, 1, both, spare, 0, both, slopes, at, both, block, block, both)
+        for i in range(block):
+            for j in range(window, both):
+                back[i * both + j] *= 0.5
+        add_product(back, window, both, 1, x, at, both, back, 0, both, block, block, window)
+        add_product(x, at, 1, both, back, 0, both, p, above, stride, window, block, window)
 
 
 @njit(**_FAST)
-def chain_rows(
-    theta: Array,
-    inverse_norms: Array,
-    inverse: Array,
-    first: int,
-    count: int,
-    window: int,
-    block: int,
-    slopes: Array,
-    gradient: Array,
-    dots: Array,
-) -> None:
+def chain_rows(theta, inverse_norms, inverse, first, count, window, block, slopes, strip, gradient, dots):
     """gradient = ∂loss/∂C for `count` rows, from -∂loss/∂E; dots[j] += its product with column j of C."""
     bands = theta.shape[1]
     for i in range(count):
-        t, at = first + i, window + i % block
-        mine, slope = gradient[t], slopes[i]
-        mine[:] = 0.0
+        t, at = first + i, i * (window + block) + window + i % block
+        here = min(bands, t + 1)
+        left = t - here + 1
+        for j in range(here):
+            strip[j] = 0.0
         for e in range(inverse.shape[0]):
-            lag = inverse[e]
-            for c in range(min(bands, t - e + 1)):
-                mine[c] -= slope[at - e - c] * lag[t - c]
-        for c in range(min(bands, t + 1)):
-            dots[t - c] += mine[c] * theta[t, c] * inverse_norms[t - c]
+            low = max(0, e - left)
+            source, lag, part = slopes[at - here + 1 - e + low :], inverse[e, left + low :], strip[low:]
+            for j in range(here - low):
+                part[j] -= source[j] * lag[j]
+        values, norms, sums, out = theta[t], inverse_norms[left:], dots[left:], gradient[t]
+        for j in range(here):
+            sums[j] += strip[j] * values[np.uintp(here - 1 - j)] * norms[j]
+        for j in range(bands):
+            out[j] = strip[np.uintp(here - 1 - j)] if j < here else 0.0
 
 
 @njit(**_FAST)
-def project_rows(theta: Array, inverse_norms: Array, first: int, last: int, gradient: Array, dots: Array) -> None:
+def project_rows(theta, inverse_norms, first, last, gradient, dots):
     """From ∂loss/∂C to ∂loss/∂theta, C having theta's columns scaled to norm one."""
     bands = theta.shape[1]
     for t in range(first, last):
-        for c in range(min(bands, t + 1)):
-            scale = inverse_norms[t - c]
-            gradient[t, c] = (gradient[t, c] - theta[t, c] * scale * dots[t - c]) * scale
+        here = min(bands, t + 1)
+        values, out = theta[t], gradient[t]
+        norms, sums = inverse_norms[t - here + 1 :], dots[t - here + 1 :]
+        for j in range(here):
+            scale = norms[np.uintp(here - 1 - j)]
+            out[j] = (out[j] - values[j] * scale * sums[np.uintp(here - 1 - j)]) * scale
 
 
 @njit(**_FAST)
-def add_product(
-    a: Array,
-    a_at: int,
-    down: int,
-    right: int,
-    b: Array,
-    b_at: int,
-    b_stride: int,
-    c: Array,
-    c_at: int,
-    c_stride: int,
-    rows: int,
-    inner: int,
-    cols: int,
-) -> None:
+def row_stride(window, segment):
+    """Length of a row of W. Rows a power of two apart would compete for the same few cache lines: avoid that."""
+    return window + segment + 8
+
+
+@njit(**_FAST)
+def clear(target, at, stride, rows, cols):
+    for i in range(rows):
+        for j in range(cols):
+            target[at + i * stride + j] = 0.0
+
+
+@njit(**_FAST)
+def copy(source, s_at, s_stride, target, t_at, t_stride, rows, cols):
+    for i in range(rows):
+        for j in range(cols):
+            target[t_at + i * t_stride + j] = source[s_at + i * s_stride + j]
+
+
+@njit(**_FAST)
+def transpose(source, s_at, s_stride, target, t_at, t_stride, rows, cols):
+    for j in range(cols):
+        for i in range(rows):
+            target[t_at + j * t_stride + i] = source[s_at + i * s_stride + j]
+
+
+@intrinsic
+def add_tile(typing, a, a_at, down, right, b, b_at, b_stride, c, c_at, c_stride, inner):
+    """One TILE x TILE tile of `add_product`, with the sums held in vector registers over the whole inner loop.
+
+    Written in LLVM's own terms because its vectoriser, given plain loops, reloads and stores c at every term:
+    that costs two thirds of the speed on matrices this small. LLVM splits the eight-wide vectors as the
+    machine at hand requires.
+    """
+    index = types.intp
+
+    def generate(context, builder, signature, args):
+        # `add_product` is called from ten places; copying it into each would take seconds to compile for no speed.
+        builder.function.attributes.add("noinline")
+        a_data, b_data, c_data = (
+            context.make_array(signature.args[k])(context, builder, args[k]).data for k in (0, 4, 7)
+        )
+        a_at, down, right, b_at, b_stride, c_at, c_stride, inner = (args[k] for k in (1, 2, 3, 5, 6, 8, 9, 10))
+        vector, lane = ir.VectorType(ir.DoubleType(), TILE), ir.IntType(32)
+        nothing = ir.Constant(vector, ir.Undefined)
+
+        def row(data, position):
+            return builder.bitcast(builder.gep(data, [position]), vector.as_pointer())
+
+        def times(count, stride):
+            return builder.mul(ir.Constant(stride.type, count), stride)
+
+        targets = [row(c_data, builder.add(c_at, times(i, c_stride))) for i in range(TILE)]
+        sums = [cgutils.alloca_once_value(builder, builder.load(target, align=8)) for target in targets]
+        with cgutils.for_range(builder, inner) as loop:
+            values = builder.load(row(b_data, builder.add(b_at, builder.mul(loop.index, b_stride))), align=8)
+            at = builder.add(a_at, builder.mul(loop.index, right))
+            for i in range(TILE):
+                factor = builder.load(builder.gep(a_data, [builder.add(at, times(i, down))]))
+                spread = builder.insert_element(nothing, factor, ir.Constant(lane, 0))
+                spread = builder.shuffle_vector(spread, nothing, ir.Constant(ir.VectorType(lane, TILE), [0] * TILE))
+                term = builder.fmul(spread, values, flags=("contract",))
+                builder.store(builder.fadd(builder.load(sums[i]), term, flags=("contract",)), sums[i])
+        for total, target in zip(sums, targets, strict=True):
+            builder.store(builder.load(total), target, align=8)
+        return context.get_dummy_value()
+
+    return types.void(a, index, index, index, b, index, index, c, index, index, index), generate
+
+
+# The signature keeps numba from compiling it anew for every constant that appears in a call.
+@njit("void(f8[::1], i8, i8, i8, f8[::1], i8, i8, f8[::1], i8, i8, i8, i8, i8)", **_FAST)
+def add_product(a, a_at, down, right, b, b_at, b_stride, c, c_at, c_stride, rows, inner, cols):
     """C += A·B for matrices inside flat arrays; rows and cols are multiples of TILE.
 
     A[i, k] = a[a_at + i·down + k·right] (so a transpose costs nothing), B[k, j] = b[b_at + k·b_stride + j].
@@ -277,58 +420,3 @@ def add_product(
                     c_stride,
                     deep,
                 )
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def add_tile(
-    typing: Any,
-    a: Any,
-    a_at: Any,
-    down: Any,
-    right: Any,
-    b: Any,
-    b_at: Any,
-    b_stride: Any,
-    c: Any,
-    c_at: Any,
-    c_stride: Any,
-    inner: Any,
-) -> Any:
-    """One TILE x TILE tile of `add_product`, with the sums held in vector registers over the whole inner loop.
-
-    Written in LLVM's own terms because its vectoriser, given plain loops, reloads and stores c at every term:
-    that costs two thirds of the speed on matrices this small. LLVM splits the eight-wide vectors as the
-    machine at hand requires.
-    """
-    index = types.intp
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a_data, b_data, c_data = (
-            context.make_array(signature.args[k])(context, builder, args[k]).data for k in (0, 4, 7)
-        )
-        a_at, down, right, b_at, b_stride, c_at, c_stride, inner = (args[k] for k in (1, 2, 3, 5, 6, 8, 9, 10))
-        vector, lane = ir.VectorType(ir.DoubleType(), TILE), ir.IntType(32)
-        nothing = ir.Constant(vector, ir.Undefined)
-
-        def row(data: Any, position: Any) -> Any:
-            return builder.bitcast(builder.gep(data, [position]), vector.as_pointer())
-
-        def times(count: int, stride: Any) -> Any:
-            return builder.mul(ir.Constant(stride.type, count), stride)
-
-        targets = [row(c_data, builder.add(c_at, times(i, c_stride))) for i in range(TILE)]
-        sums = [cgutils.alloca_once_value(builder, builder.load(target, align=8)) for target in targets]
-        with cgutils.for_range(builder, inner) as loop:
-            values = builder.load(row(b_data, builder.add(b_at, builder.mul(loop.index, b_stride))), align=8)
-            at = builder.add(a_at, builder.mul(loop.index, right))
-            for i in range(TILE):
-                factor = builder.load(builder.gep(a_data, [builder.add(at, times(i, down))]))
-                spread = builder.insert_element(nothing, factor, ir.Constant(lane, 0))
-                spread = builder.shuffle_vector(spread, nothing, ir.Constant(ir.VectorType(lane, TILE), [0] * TILE))
-                term = builder.fmul(spread, values, flags=("contract",))
-                builder.store(builder.fadd(builder.load(sums[i]), term, flags=("contract",)), sums[i])
-        for total, target in zip(sums, targets, strict=True):
-            builder.store(builder.load(total), target, align=8)
-        return context.get_dummy_value()
-
-    return types.void(a, index, index, index, b, index, index, c, index, index, index), generate

@@ -13,8 +13,10 @@ last product runs over λ̂_i − λ̂_j). For α > 0 they interlace: λ_1 > λ�
 Two devices keep full accuracy from n = 1 to 10⁷ steps, where the slowest buffer has 1 − λ ≈ 1e-8:
 
 * gaps 1 − λ are stored, not λ, and only ever enter through differences of gaps;
-* a workload 1/((1−ρ_1 x)(1−ρ_2 x)) times 1/C splits into exponentials with *positive* weights when λ_1 ≤ ρ_1 (poles
-  ρ_1, λ̂ and zeros λ interlace; the second pole enters through h_t = Σ_s ρ_2^{t−s} μ^s), so nothing cancels.
+* without its slowest zero, 1/C is Π_{i>1}(1−λ_i x)/Π(1−λ̂_i x) = Σ u_i/(1−λ̂_i x) with *positive* weights u, because
+  zeros and poles interlace. That zero joins a pole of the workload, (1−λ_1 x)/(1−ρ_1 x) = (1−e) + e/(1−ρ_1 x) with
+  e = 1 − λ_1/ρ_1, and products 1/((1−ρx)(1−μx)) have the coefficients h_t = Σ_s ρ^{t−s} μ^s, positive as well. So
+  nothing cancels, however close the poles.
 
 What is left are sums Σ_{t<n} f(t) of smooth positive functions. `summation_rule` turns them into some 200 terms: a
 Gauss rule for sums (discrete Chebyshev polynomials) on blocks [a, 2a), exact to rounding for exponentials. The cost
@@ -221,9 +223,11 @@ def summation_rule(n: int, by_parity: bool = False) -> SummationRule:
     """
     if by_parity:
         even, odd = summation_rule((n + 1) // 2), summation_rule(n // 2)
-        times = np.concatenate([2.0 * even.times, 2.0 * odd.times + 1.0])
-        signs = np.repeat([1.0, -1.0], [even.times.size, odd.times.size])
-        return SummationRule(times, np.concatenate([even.weights, odd.weights]), signs)
+        return SummationRule(
+            np.concatenate([2.0 * even.times, 2.0 * odd.times + 1.0]),
+            np.concatenate([even.weights, odd.weights]),
+            np.repeat([1.0, -1.0], [even.times.size, odd.times.size]),
+        )
     listed = min(n, _LISTED)
     times, weights = [np.arange(listed, dtype=np.float64)], [np.ones(listed)]
     start = listed
@@ -255,11 +259,12 @@ def participation_sum(logs: Array, scales: Array, n: int, k: int, b: int) -> tup
 
     Between participations j and j+1 the running sum is Σ_i x_ji λ_i^s with x_ji = α_i (1 + λ_i^b + … + λ_i^{jb}),
     s = t − jb − 1; on row jb itself it is 1 plus what the block before has decayed to. The last block has
-    n − (k−1)b rows, fewer or more than b. Only positive terms are added when α > 0.
+    n − (k−1)b rows, fewer or more than b. Sums over s and over j both go by the rule, so neither n nor k costs
+    much, and only positive terms are added when α > 0.
     """
-    starts = b * np.arange(k, dtype=np.float64)
-    powers = np.exp(starts[:, None] * logs)
-    running = np.cumsum(powers, axis=0)
+    blocks = summation_rule(k - 1)
+    starts = SummationRule(np.append(blocks.times, k - 1.0), np.append(blocks.weights, 1.0), np.ones(1))
+    running, d_running = _responses(np.ones_like(logs), b * logs, 1.0, starts)
     x = scales * running
     d_x = np.zeros_like(x)
 
@@ -276,78 +281,112 @@ def participation_sum(logs: Array, scales: Array, n: int, k: int, b: int) -> tup
         basis = np.exp(rule.times[:, None] * logs)
         gram = basis.T @ (rule.weights[:, None] * basis)
         moment = basis.T @ ((rule.weights * rule.times)[:, None] * basis)
-        blocks = x[:-1].T @ x[:-1]
+        each = blocks.weights[:, None] * x[:-1]
+        pairs = x[:-1].T @ each
         decayed = np.exp((b - 1) * logs)
         first_rows = 1.0 + x[:-1] @ decayed
-        total += float(np.sum(gram * blocks) + first_rows @ first_rows)
-        d_x[:-1] = 2.0 * (x[:-1] @ gram + first_rows[:, None] * decayed)
-        d_logs += 2.0 * (np.sum(blocks * moment, axis=1) + (b - 1) * decayed * (first_rows @ x[:-1]))
+        total += float(np.sum(gram * pairs) + blocks.weights @ first_rows**2)
+        d_x[:-1] = 2.0 * (each @ gram + (blocks.weights * first_rows)[:, None] * decayed)
+        d_logs += 2.0 * (np.sum(pairs * moment, axis=1) + (b - 1) * decayed * (first_rows @ each))
 
-    d_powers = np.cumsum((scales * d_x)[::-1], axis=0)[::-1]
-    return total, d_logs + starts @ (powers * d_powers), np.sum(d_x * running, axis=0)
+    return total, d_logs + b * scales * np.sum(d_x * d_running, axis=0), np.sum(d_x * running, axis=0)
 
 
 def response_sum(
-    decays: Array, logs: Array, weights: Array, second: float | None, rule: SummationRule, emphasis: Array
-) -> tuple[float, Array, Array]:
-    """Σ_t emphasis_t w_t² and its gradient with respect to (log|μ|, weights), where w_t = Σ_m weights_m h_t(μ_m).
+    decays: Array,
+    logs: Array,
+    weights: Array,
+    excess: float,
+    poles: tuple[float, ...],
+    rule: SummationRule,
+    emphasis: Array,
+) -> tuple[float, Array, Array, float]:
+    """Σ_t emphasis_t w_t² and its gradient with respect to (log|λ̂|, weights, excess), where w is the series
 
-    h_t(μ) = μ^t, or Σ_{s≤t} ρ^{t−s} μ^s when the workload has a second pole ρ. `decays` μ (m,) are needed for
-    their signs only, `logs` is log|μ|; `emphasis` is 1 or (n−t)/n at the rule's times.
+        (1 − λ_1 x)/Π(1 − ρ x) · Σ_i weights_i/(1 − λ̂_i x),      excess = 1 − λ_1/ρ_1.
+
+    `decays` λ̂ (d,) are needed for their signs only, `logs` is log|λ̂|; one or two `poles` ρ, largest first;
+    `emphasis` is 1 or (n−t)/n at the rule's times.
     """
-    basis, slopes = _responses(decays, logs, second, rule)
-    series = basis @ weights
-    weighted = rule.weights * emphasis * series
-    return float(weighted @ series), 2.0 * weights * (weighted @ slopes), 2.0 * (weighted @ basis)
+    through = [_responses(decays, logs, pole, rule) for pole in poles]
+    if len(poles) == 1:
+        without, d_without = _powers(decays, logs, rule)
+        full, d_full = through[0]
+    else:
+        (first, d_first), (without, d_without) = through
+        # 1/((1−ρ_1 x)(1−ρ_2 x)) in partial fractions; `separated` has made sure that ρ_1 and ρ_2 are not too close.
+        share = poles[0] / (poles[0] - poles[1])
+        full, d_full = share * first + (1.0 - share) * without, share * d_first + (1.0 - share) * d_without
+    series = ((1.0 - excess) * without + excess * full) @ weights
+    weighted = 2.0 * rule.weights * emphasis * series
+    d_logs = weights * ((1.0 - excess) * (weighted @ d_without) + excess * (weighted @ d_full))
+    by_without, by_full = weighted @ without, weighted @ full
+    return (
+        0.5 * float(weighted @ series),
+        d_logs,
+        (1.0 - excess) * by_without + excess * by_full,
+        float((by_full - by_without) @ weights),
+    )
 
 
-def _responses(decays: Array, logs: Array, second: float | None, rule: SummationRule) -> tuple[Array, Array]:
-    """h_t(μ) (times, m) and its derivative by log|μ|."""
+def separated(poles: tuple[float, ...], n: int) -> bool:
+    """True if partial fractions over `poles` lose at most three digits in sums of n terms."""
+    return len(poles) < 2 or poles[0] - poles[1] >= 1e-3 * max(1.0 - poles[0], 1.0 / n)
+
+
+def _powers(decays: Array, logs: Array, rule: SummationRule) -> tuple[Array, Array]:
+    """μ^t (times, d) and its derivative by log|μ|."""
+    powers = np.exp(rule.times[:, None] * logs)
+    powers[:, decays < 0.0] *= rule.signs[:, None]
+    return powers, rule.times[:, None] * powers
+
+
+def _responses(decays: Array, logs: Array, pole: float, rule: SummationRule) -> tuple[Array, Array]:
+    """h_t = Σ_{s≤t} ρ^{t−s} μ^s (times, d) for the pole ρ, and its derivative by log|μ|."""
     t, negative = rule.times[:, None], decays < 0.0
-    powers = np.exp(t * logs)
-    powers[:, negative] *= rule.signs[:, None]
-    if second is None:
-        return powers, t * powers
-    # h_t = L^t (1 − r^{t+1})/(1 − r) with L the larger of μ and ρ, r = e^{−x} their ratio: stable however close they are.
-    x = np.abs(logs - math.log(second))
-    above = logs >= math.log(second)
-    larger = np.exp(t * np.maximum(logs, math.log(second)))
+    # h_t = L^t (1 − r^{t+1})/(1 − r), L the larger of μ and ρ, r = e^{−x} their ratio: stable however close they are.
+    x = np.abs(logs - math.log(pole))
+    above = logs >= math.log(pole)
+    larger = np.exp(t * np.maximum(logs, math.log(pole)))
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(x > 0.0, np.expm1(-(t + 1.0) * x) / np.expm1(-x), t + 1.0)
         bend = ((t + 1.0) * np.exp(-(t + 1.0) * x) - ratio * np.exp(-x)) / -np.expm1(-x)
-    # The derivative of `ratio` by x is a difference of nearly equal numbers for small (t+1)x: use its Taylor series.
-    series = t * (t + 1.0) * (-0.5 + x * (2.0 * t + 1.0) / 6.0 - x**2 * t * (t + 1.0) / 8.0)
-    bend = larger * np.where((t + 1.0) * x < 1e-4, series, bend)
+    if x.min(initial=np.inf) < 1e-4:
+        # The derivative of `ratio` is a difference of nearly equal numbers for small (t+1)x: use its Taylor series.
+        series = t * (t + 1.0) * (-0.5 + x * (2.0 * t + 1.0) / 6.0 - x**2 * t * (t + 1.0) / 8.0)
+        bend = np.where((t + 1.0) * x < 1e-4, series, bend)
+    bend *= larger
     basis = larger * ratio
     slopes = np.where(above, t * basis + bend, -bend)
     if negative.any():  # far from ρ: the plain formula is stable
         mu = decays[negative]
-        basis[:, negative] = (second ** (t + 1.0) - mu * powers[:, negative]) / (second - mu)
-        slopes[:, negative] = mu * (basis[:, negative] - (t + 1.0) * powers[:, negative]) / (second - mu)
+        powers, _ = _powers(mu, logs[negative], rule)
+        basis[:, negative] = (pole ** (t + 1.0) - mu * powers) / (pole - mu)
+        slopes[:, negative] = mu * (basis[:, negative] - (t + 1.0) * powers) / (pole - mu)
     return basis, slopes
 
 
 def _squared_error(blt: BLT, n: int, poles: Sequence[float], mean: bool) -> float:
     poles = require_poles(poles)
-    if poles and _interlaced(blt, 1.0 - poles[0]):
+    # The identity is the BLT whose one buffer forgets at once: λ = λ̂ = 0.
+    gaps, noising_gaps = np.array(blt.gaps or (1.0,)), np.array(blt.noising_gaps or (1.0,))
+    if poles and separated(poles, n) and _interlaced(gaps, noising_gaps):
         rule = summation_rule(n, by_parity=True)
-        gaps = np.array([1.0 - poles[0], *blt.noising_gaps])
-        weights = residues(gaps, np.array(blt.gaps))
         emphasis = (n - rule.times) / n if mean else np.ones_like(rule.times)
-        second = poles[1] if len(poles) > 1 else None
-        return response_sum(1.0 - gaps, _logs(gaps), weights, second, rule, emphasis)[0]
-    # A BLT slower than the workload (w changes sign) or of no particular order: sum the n terms.
-    series = noising_coefficients(blt, n)
+        weights = residues(noising_gaps, gaps[1:])
+        excess = (gaps[0] - (1.0 - poles[0])) / poles[0]
+        return response_sum(1.0 - noising_gaps, _logs(noising_gaps), weights, excess, poles, rule, emphasis)[0]
+    series = noising_coefficients(blt, n)  # no particular order, or a double pole: sum all n terms
     for pole in poles:
         series = lfilter([1.0], [1.0, -pole], series)
     return float(((n - np.arange(n)) / n) @ series**2 if mean else series @ series)
 
 
-def _interlaced(blt: BLT, first: float) -> bool:
-    """ρ_1 ≥ λ_1 > λ̂_1 > λ_2 > … > λ̂_d > −1, all but the last non-negative."""
-    order = np.ravel(np.column_stack([blt.gaps, blt.noising_gaps]))
-    return not order.size or bool(
-        first <= order[0] and np.all(np.diff(order) > 0) and order[-2] <= 1.0 and order[-1] < 2.0
+def _interlaced(gaps: Array, noising_gaps: Array) -> bool:
+    """1 ≥ λ_1 ≥ λ̂_1 > λ_2 > … ≥ λ̂_d > −1, all but the last non-negative."""
+    order = np.ravel(np.column_stack([gaps, noising_gaps]))
+    return bool(order[0] >= 0.0 and np.all(np.diff(order) >= 0.0) and order[-2] <= 1.0 and order[-1] < 2.0) and bool(
+        np.all(np.diff(noising_gaps) > 0.0)
     )
 
 
@@ -356,20 +395,18 @@ def _secular_root(alphas: Array, gaps: Array, i: int) -> tuple[int, float]:
 
     One root lies in each interval between gaps, the last within Σ α above the largest.
     """
-    right = gaps[i + 1] - gaps[i] if i + 1 < len(gaps) else float(alphas.sum())
 
     def pole_free(offset: float, origin: int) -> float:
         # The equation times (ζ − gap_origin): smooth, and almost linear, where the root is close to that gap.
-        others = np.delete(alphas / np.where(gaps == gaps[origin], 1.0, gaps[origin] - gaps + offset), origin)
-        return float(offset * (1.0 - others.sum()) - alphas[origin])
+        away = np.delete(gaps[origin] - gaps, origin) + offset
+        return float(offset * (1.0 - np.sum(np.delete(alphas, origin) / away)) - alphas[origin])
 
     if i + 1 == len(gaps):
-        origin, low, high = i, 0.0, right * (1.0 + 1e-15)
-    elif pole_free(0.5 * right, i) >= 0.0:
-        origin, low, high = i, 0.0, 0.5 * right
+        origin, low, high = i, 0.0, float(alphas.sum()) * (1.0 + 1e-14)
     else:
-        origin, low, high = i + 1, -0.5 * right, 0.0
-    offset = brentq(pole_free, low, high, args=(origin,), xtol=1e-300, rtol=4.0 * np.finfo(np.float64).eps, maxiter=1000)
+        half = 0.5 * float(gaps[i + 1] - gaps[i])
+        origin, low, high = (i, 0.0, half) if pole_free(half, i) >= 0.0 else (i + 1, -half, 0.0)
+    offset = brentq(pole_free, low, high, args=(origin,), xtol=1e-300, rtol=1e-15, maxiter=1000)
     return origin, float(offset)
 
 

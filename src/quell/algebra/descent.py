@@ -123,10 +123,9 @@ def minimise(
         if not slope < 0.0:  # rounding made the model indefinite: forget it and follow the gradient
             memory.clear()
             slope = memory.descend(gradient, direction)
-        step = 1.0
-        if len(memory) == 0 and precondition is None and slope < 0.0:
-            # Steepest descent knows no length: move x by about a percent, the search stretches it if need be.
-            step = max(0.01 * math.sqrt(_dot(point, point)), 1e-3) / math.sqrt(-slope)
+        step, length = 1.0, math.sqrt(_dot(direction, direction)) if len(memory) == 0 else 0.0
+        if length > 0.0:  # no curvature known yet: move x by about a percent, the search stretches it if need be
+            step = max(0.01 * math.sqrt(_dot(point, point)), 1e-3) / length
 
         found = _search(objective, point, loss, slope, direction, step, best, trial, shape)
         so_far = replace(so_far, evaluations=so_far.evaluations + found.evaluations)

@@ -3,7 +3,8 @@
 Appendix C of the BandMF paper (arXiv:2405.15913). An operator is two functions, `init` and `step`: the state starts
 empty and every step maps (state, input row) to (state, output row). Workloads and inverse strategies alike have this
 shape, so `query_variances` prices any pair of them, whatever their structure, in O(n²·buffers): the dumb computation
-that every fast path in `quell.error` is tested against, and the entry point for research on new ones.
+that every fast path in `quell.error` is tested against, and the entry point for research on new ones. The operators
+only use arithmetic, so rows and bands may be PyTorch tensors as well (`quell.research`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def banded(bands: Array) -> StreamingOperator:
     def step(state: tuple[int, list[Array]], row: Array) -> tuple[Any, Array]:
         i, past = state
         recent = [row, *past]
-        output = sum((bands[i, d] * recent[d] for d in range(len(recent))), start=np.zeros_like(row))
+        output = sum((bands[i, d] * recent[d] for d in range(len(recent))), start=0.0 * row)
         return (i + 1, recent[: bands.shape[1] - 1]), output
 
     return StreamingOperator(lambda: (0, []), step, bands.shape[1] - 1)
@@ -56,7 +57,7 @@ def banded_inverse(bands: Array) -> StreamingOperator:
 
     def step(state: tuple[int, list[Array]], row: Array) -> tuple[Any, Array]:
         i, past = state
-        known = sum((bands[i, d + 1] * past[d] for d in range(len(past))), start=np.zeros_like(row))
+        known = sum((bands[i, d + 1] * past[d] for d in range(len(past))), start=0.0 * row)
         output = (row - known) / bands[i, 0]
         return (i + 1, [output, *past][: bands.shape[1] - 1]), output
 

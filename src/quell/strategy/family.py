@@ -39,8 +39,10 @@ class Family:
     build: Callable[..., Strategy]
     grid: Callable[[Limits], Candidates] = alone
     required: tuple[str, ...] = ()
-    optional: Mapping[str, float] = field(default_factory=dict)
+    optional: Mapping[str, Parameter | None] = field(default_factory=dict)  # None: found by the family itself
+    objectives: tuple[str, ...] = ("rmse", "maxse")
     normalisable: bool = False
+    normalised: bool = False  # by default
     constant_rate_only: bool = False
 
     def candidates(self, workload: Workload, limits: Limits) -> Iterator[dict[str, Parameter]]:
@@ -48,6 +50,5 @@ class Family:
         if self.constant_rate_only and not workload.is_toeplitz:
             return
         for parameters in self.grid(limits):
-            yield dict(parameters)
-            if self.normalisable:
-                yield {**parameters, "column_normalise": True}
+            variants = (False, True) if self.normalisable else (False,)
+            yield from ({**parameters, "column_normalise": normalise} for normalise in variants)

@@ -8,28 +8,89 @@ counters: no buffers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+import numpy as np
 
 from quell.algebra import series
 from quell.sampling import Participation
 from quell.strategy.family import Candidates, Family, Limits
-from quell.strategy.structure import ToeplitzStrategy
+from quell.strategy.optimised import decoder
+from quell.strategy.square_root import bands_of_noising
+from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
+
+_DAMPING = 3.0  # the middle of the paper's 2 to 4
 
 
 def fractional(
-    workload: Workload, _: Participation, bands: int, gamma: float, lambda_: float = 1.0
+    workload: Workload,
+    participation: Participation,
+    bands: int,
+    gamma: float | None = None,
+    lambda_: float = 1.0,
+    objective: str = "rmse",
 ) -> ToeplitzStrategy:
-    """C⁻¹ = the first `bands` coefficients of (1 − λx)^γ."""
+    """C⁻¹ = the first `bands` coefficients of (1 − λx)^γ, γ the best for the objective where it is not given."""
     bands = min(bands, workload.steps)
+    if gamma is None:
+        gamma = _best_power(workload, participation, bands, lambda_, objective)
     noising = series.binomial(gamma, lambda_, bands)
-    parameters = {"bands": bands, "gamma": gamma, "lambda": lambda_}
+    parameters: dict[str, Parameter] = {"bands": bands, "gamma": gamma, "lambda": lambda_}
     return ToeplitzStrategy("fractional", workload.steps, given_noising=noising, parameters=parameters)
 
 
-def lambda_cgd(workload: Workload, _: Participation, lambda_: float) -> ToeplitzStrategy:
-    """C⁻¹ = 1 − λx: cancel the share λ of the previous step's noise."""
+def lambda_cgd(
+    workload: Workload, participation: Participation, lambda_: float | None = None, objective: str = "rmse"
+) -> ToeplitzStrategy:
+    """C⁻¹ = 1 − λx: cancel the share λ of the previous step's noise; λ the best for the objective if not given."""
+    if lambda_ is None:
+        lambda_ = best_lambda(workload, participation, objective)
     noising = series.binomial(1.0, lambda_, min(2, workload.steps))
     return ToeplitzStrategy("lambda_cgd", workload.steps, given_noising=noising, parameters={"lambda": lambda_})
+
+
+def best_lambda(workload: Workload, participation: Participation, objective: str = "rmse") -> float:
+    """The λ that minimises sensitivity × error, or for "training" one that cancels less.
+
+    Models trained with the λ of least RMSE over-correlate: the best λ was 2 to 4 times smaller on the scale
+    1/(1−λ) in the experiments of arXiv:2601.22334 (§5.1); "training" takes a third of it.
+
+    >>> from quell.workload import prefix
+    >>> round(best_lambda(prefix(3900), Participation(3900, 390)), 3)
+    0.977
+    """
+    task = decoder(workload, 2, last_only=objective == "maxse")
+
+    def score(log_memory: float) -> float:
+        lambda_ = -math.expm1(-log_memory)  # 1/(1−λ) = e^log_memory
+        error, _, _ = task.of_product(np.array([1.0, -lambda_]))
+        return math.log(error) / 2 + math.log(lambda_cgd_sensitivity(lambda_, participation))
+
+    memory = math.exp(_minimise(score, 0.0, math.log(20.0 * workload.steps)))
+    return 1.0 - 1.0 / max(memory / _DAMPING if objective == "training" else memory, 1.0)
+
+
+def _best_power(workload: Workload, participation: Participation, bands: int, lambda_: float, objective: str) -> float:
+    """The γ that minimises sensitivity × error."""
+    from quell.algebra.toeplitz import leftmost_energy
+
+    task = decoder(workload, bands, last_only=objective == "maxse")
+    b, k, n = participation.separation, participation.count, workload.steps
+
+    def score(gamma: float) -> float:
+        theta = series.binomial(gamma, lambda_, bands)
+        energy, _, _ = leftmost_energy(theta, n, b, k, n)
+        return math.log(task.of_product(theta)[0]) + math.log(energy)
+
+    return _minimise(score, 0.0, 1.0)
+
+
+def _minimise(score: Callable[[float], float], low: float, high: float) -> float:
+    """The minimiser of a function with one valley, by bounded Brent search."""
+    from scipy.optimize import minimize_scalar
+
+    return float(minimize_scalar(score, bounds=(low, high), method="bounded", options={"xatol": 1e-9}).x)
 
 
 def lambda_cgd_sensitivity(lambda_: float, participation: Participation) -> float:
@@ -67,29 +128,25 @@ def _geometric(ratio: float, terms: int) -> float:
     return math.expm1(terms * math.log(ratio)) / (ratio - 1.0)
 
 
-def _lambdas(limits: Limits) -> Candidates:
-    return [{"lambda": 1 - 2.0**-e} for e in range(1, 12)] if limits.draws >= 2 else []
-
-
-def _powers(limits: Limits) -> Candidates:
-    bands = limits.powers_of_two(limits.draws)
-    return [{"bands": p, "gamma": gamma} for p in bands for gamma in (0.6, 0.7, 0.8, 0.9)]
+def _regenerated(limits: Limits) -> Candidates:
+    return [{}] if limits.draws >= 2 and limits.participation.steps >= 2 else []
 
 
 LAMBDA_CGD = Family(
     "lambda_cgd",
     "cancels the share lambda of the previous step's noise, needs no buffers (arXiv:2601.22334)",
     lambda_cgd,
-    _lambdas,
-    required=("lambda",),
+    _regenerated,
+    optional={"lambda": None, "objective": "rmse"},
+    objectives=("rmse", "maxse", "training"),
     normalisable=True,
 )
 FRACTIONAL = Family(
     "fractional",
     "first `bands` terms of (1 - lambda x)^gamma as C^-1: between identity, lambda_cgd and bisr",
     fractional,
-    _powers,
-    required=("bands", "gamma"),
-    optional={"lambda": 1.0},
+    bands_of_noising,
+    required=("bands",),
+    optional={"gamma": None, "lambda": 1.0, "objective": "rmse"},
     normalisable=True,
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from quell._types import Array
 from quell.errors import QuellError, require_count, require_finite
 from quell.sampling import Participation
-from quell.strategy import diagonal, fractional, identity, square_root, tree
+from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
 from quell.strategy.family import Family
 from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy
 from quell.workload import Workload
@@ -17,8 +19,13 @@ FAMILIES: Mapping[str, Family] = {
         identity.IDENTITY,
         fractional.LAMBDA_CGD,
         square_root.BISR,
+        band_inv.BAND_INV,
         fractional.FRACTIONAL,
+        blt.BLT,
         square_root.BSR,
+        band_toeplitz.BAND_TOEPLITZ,
+        band.BAND,
+        band.DENSE,
         square_root.SQUARE_ROOT,
         diagonal.DIAGONAL,
         tree.TREE,
@@ -26,8 +33,16 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def build(name: str, workload: Workload, participation: Participation, **parameters: Parameter) -> Strategy:
+def build(
+    name: str,
+    workload: Workload,
+    participation: Participation,
+    solution: Array | None = None,
+    **parameters: Parameter,
+) -> Strategy:
     """The strategy of family `name` for a workload and participation pattern.
+
+    An optimised family can be given the `solution` it found before; it is then taken as it is and not searched again.
 
     >>> from quell.workload import prefix
     >>> build("bisr", prefix(100), Participation(100, 10), bands=4)
@@ -36,7 +51,7 @@ def build(name: str, workload: Workload, participation: Participation, **paramet
     family = find(name)
     if participation.steps != workload.steps:
         raise QuellError(f"the workload has {workload.steps:,} steps but the participation {participation.steps:,}")
-    normalise = bool(parameters.pop("column_normalise", False))
+    normalise = bool(parameters.pop("column_normalise", family.normalised))
     if normalise and not family.normalisable:
         raise QuellError(f"{family.name} cannot be column-normalised: leave that option out")
     if unknown := sorted(set(parameters) - set(family.required) - set(family.optional)):
@@ -45,9 +60,11 @@ def build(name: str, workload: Workload, participation: Participation, **paramet
     if missing := [name for name in family.required if name not in parameters]:
         example = ", ".join(_EXAMPLES[name] for name in missing)
         raise QuellError(f"{family.name} needs {' and '.join(missing)}: for example {example}")
-    given = {name: _checked(name, value) for name, value in {**family.optional, **parameters}.items()}
+    given: dict[str, Any] = {name: _checked(family, name, value) for name, value in parameters.items()}
     if "lambda" in given:
         given["lambda_"] = given.pop("lambda")  # a Python keyword
+    if solution is not None:
+        given["solution"] = solution
     strategy = family.build(workload, participation, **given)
     return strategy.column_normalised() if normalise and isinstance(strategy, ToeplitzStrategy) else strategy
 
@@ -63,9 +80,15 @@ def find(name: str) -> Family:
 _EXAMPLES = {"bands": "bands=16", "lambda": "lambda=0.95", "gamma": "gamma=0.5"}
 
 
-def _checked(name: str, value: Parameter) -> Parameter:
-    if name == "bands":
-        return require_count(name, value)
+def _checked(family: Family, name: str, value: Parameter) -> Parameter:
+    if name == "objective":
+        if value not in family.objectives:
+            raise QuellError(f"{family.name} has no objective {value!r}: use {', '.join(family.objectives)}")
+        return value
+    if isinstance(value, str):
+        raise QuellError(f"{name}={value!r} must be a number")
+    if name in ("bands", "buffers"):
+        return require_count(name, value, least=1 if name == "bands" else 0)
     number = require_finite(name, value)
     if not 0 <= number <= 1:
         raise QuellError(f"{name}={number:g} must lie between 0 (independent noise, DP-SGD) and 1")

@@ -21,24 +21,24 @@ from quell.workload import Workload
 def square_root(workload: Workload, _: Participation) -> ToeplitzStrategy:
     """C = A^{1/2}, all n diagonals."""
     steps = workload.steps
-    return ToeplitzStrategy("square_root", steps, *_roots(workload, steps))
+    return ToeplitzStrategy("square_root", steps, *roots(workload, steps))
 
 
 def bsr(workload: Workload, _: Participation, bands: int) -> ToeplitzStrategy:
     """C = the first `bands` diagonals of A^{1/2}."""
     bands = min(bands, workload.steps)
-    coefficients, _inverse = _roots(workload, bands)
+    coefficients, _inverse = roots(workload, bands)
     return ToeplitzStrategy("bsr", workload.steps, coefficients, parameters={"bands": bands})
 
 
 def bisr(workload: Workload, _: Participation, bands: int) -> ToeplitzStrategy:
     """C⁻¹ = the first `bands` diagonals of A^{-1/2}."""
     bands = min(bands, workload.steps)
-    _root, noising = _roots(workload, bands)
+    _root, noising = roots(workload, bands)
     return ToeplitzStrategy("bisr", workload.steps, given_noising=noising, parameters={"bands": bands})
 
 
-def _roots(workload: Workload, n: int) -> tuple[Array, Array]:
+def roots(workload: Workload, n: int) -> tuple[Array, Array]:
     """The first n coefficients of A^{1/2} and A^{-1/2}, from whichever of A and 1/A is short."""
     if workload.inverse_series is not None:
         return series.power(workload.inverse_series, -0.5, n), series.power(workload.inverse_series, 0.5, n)
@@ -49,12 +49,14 @@ def _every_step(limits: Limits) -> Candidates:
     return [{}] if limits.participation.steps - 1 <= limits.buffers else []
 
 
-def _bands_of_strategy(limits: Limits) -> Candidates:
-    most = min(limits.buffers + 1, limits.participation.separation)  # more bands than the separation only hurt
-    return [{"bands": bands} for bands in sorted({*limits.powers_of_two(most), *([int(most)] if most > 1 else [])})]
+def bands_of_strategy(limits: Limits) -> Candidates:
+    """Powers of two, and the most that memory and separation allow: more bands than the separation only hurt."""
+    most = min(limits.buffers + 1, limits.participation.separation)
+    return [{"bands": p} for p in sorted({*limits.powers_of_two(most), *([int(most)] if most > 1 else [])})]
 
 
-def _bands_of_noising(limits: Limits) -> Candidates:
+def bands_of_noising(limits: Limits) -> Candidates:
+    """Powers of two that the draws per step allow."""
     return [{"bands": bands} for bands in limits.powers_of_two(limits.draws)]
 
 
@@ -69,7 +71,7 @@ BSR = Family(
     "bsr",
     "banded square root: C has `bands` diagonals, needs bands - 1 buffers (arXiv:2405.13763)",
     bsr,
-    _bands_of_strategy,
+    bands_of_strategy,
     required=("bands",),
     normalisable=True,
 )
@@ -77,7 +79,7 @@ BISR = Family(
     "bisr",
     "banded inverse square root: C^-1 has `bands` diagonals, needs no buffers (arXiv:2505.12128)",
     bisr,
-    _bands_of_noising,
+    bands_of_noising,
     required=("bands",),
     normalisable=True,
 )

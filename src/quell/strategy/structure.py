@@ -1,8 +1,9 @@
 """What a strategy C *is*, numerically: a handful of structures that every family is built from.
 
 A strategy is immutable data. Whatever its family, it can say its size, its dense matrices when they are small,
-and its recurrence: how its noise is made and what that costs. Sensitivity, error and accounting are free
-functions over these structures, so a new family is one file that returns one of them.
+and its recurrence: how its noise is made and what that costs. One that was found by optimisation also carries
+its `solution`, the numbers that a plan file has to keep, and how the search converged. Sensitivity, error and
+accounting are free functions over these structures, so a new family is one file that returns one of them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from numpy.typing import NDArray
 
 from quell._types import Array
 from quell.algebra import series, streaming
+from quell.algebra.descent import Convergence
 from quell.errors import QuellError
-from quell.strategy.recurrence import Fenwick, Recurrence, Regenerate, Ring
+from quell.strategy.recurrence import Exponentials, Fenwick, Recurrence, Regenerate, Ring
 
-Parameter = int | float | bool
+Parameter = int | float | bool | str
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +29,7 @@ class ToeplitzStrategy:
     """C = T(c)·diag(column_scale), T(c) lower-triangular Toeplitz; C⁻¹ = diag(1/column_scale)·T(1/c).
 
     Of the two series c and 1/c at least one is given, with as many coefficients as it has bands; the other follows.
+    A sum of exponentials is given by both, and by the buffers that make its noise.
     """
 
     family: str
@@ -34,7 +37,10 @@ class ToeplitzStrategy:
     given_coefficients: Array | None = None
     given_noising: Array | None = None
     column_scale: Array | None = None
+    exponentials: Exponentials | None = None
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    solution: Array | None = None
+    convergence: Convergence | None = None
 
     def __post_init__(self) -> None:
         for values in (self.given_coefficients, self.given_noising, self.column_scale):
@@ -81,6 +87,8 @@ class ToeplitzStrategy:
     def recurrence(self) -> Recurrence:
         """Remade from counters where C⁻¹ has no more diagonals than C, from a ring of buffers otherwise."""
         row_scale = None if self.column_scale is None else 1.0 / self.column_scale
+        if self.exponentials is not None:
+            return replace(self.exponentials, row_scale=row_scale)
         if self.noising_bands <= self.bands and (self.noising_bands < self.steps or self.steps == 1):
             return Regenerate(self.noising[: self.steps], row_scale)
         return Ring(self.coefficients[: self.steps], row_scale)
@@ -110,8 +118,9 @@ class ToeplitzStrategy:
         if isinstance(self.recurrence, Regenerate):
             scale = np.ones(self.steps) if self.column_scale is None else self.column_scale
             return streaming.banded(self.noising / scale[:, None])
-        return streaming.banded_inverse(self.row_bands())
+        return streaming.banded_inverse(self.row_bands)
 
+    @property
     def row_bands(self) -> Array:
         """(n, bands) row bands of C, `[i, d]` holding entry (i, i−d)."""
         scale = np.ones(self.steps) if self.column_scale is None else self.column_scale
@@ -128,6 +137,61 @@ class ToeplitzStrategy:
 
 
 @dataclass(frozen=True, eq=False)
+class BandedStrategy:
+    """C lower-triangular with few diagonals, otherwise free: `row_bands[i, d]` is entry (i, i−d)."""
+
+    family: str
+    row_bands: Array  # (n, bands)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    convergence: Convergence | None = None
+
+    def __post_init__(self) -> None:
+        if not np.all(np.isfinite(self.row_bands)) or not np.all(self.row_bands[:, 0] > 0):
+            raise QuellError(f"{self.family}: C has entries that are not finite, or a diagonal that is not positive")
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    @property
+    def steps(self) -> int:
+        return len(self.row_bands)
+
+    @property
+    def bands(self) -> int:
+        return int(self.row_bands.shape[1])
+
+    @property
+    def solution(self) -> Array:
+        return self.row_bands
+
+    @property
+    def recurrence(self) -> Ring:
+        return Ring(self.row_bands)
+
+    @cached_property
+    def column_norms(self) -> Array:
+        energy = np.zeros(self.steps)
+        for d in range(self.bands):
+            energy[: self.steps - d] += np.square(self.row_bands[d:, d])
+        return np.sqrt(energy)
+
+    def matrix(self) -> Array:
+        dense = np.zeros((self.steps, self.steps))
+        for d in range(self.bands):
+            rows = np.arange(d, self.steps)
+            dense[rows, rows - d] = self.row_bands[d:, d]
+        return dense
+
+    def noising_matrix(self) -> Array:
+        from scipy.linalg import solve_triangular
+
+        return np.asarray(solve_triangular(self.matrix(), np.eye(self.steps), lower=True))
+
+    def noising_operator(self) -> streaming.StreamingOperator:
+        return streaming.banded_inverse(self.row_bands)
+
+
+@dataclass(frozen=True, eq=False)
 class TreeStrategy:
     """Binary-tree aggregation: row t of C sums the gradients of steps (t − lowbit(t), t], a Fenwick tree.
 
@@ -137,6 +201,8 @@ class TreeStrategy:
     steps: int
     family: str = "tree"
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    solution: None = None
+    convergence: None = None
 
     def __repr__(self) -> str:
         return describe(self)
@@ -173,14 +239,20 @@ class TreeStrategy:
         return streaming.lower_triangular(self.noising_matrix())
 
 
-Strategy = ToeplitzStrategy | TreeStrategy
+Strategy = ToeplitzStrategy | BandedStrategy | TreeStrategy
 
 
 def describe(strategy: Strategy) -> str:
     """One line for people: family, parameters and size."""
     shown = {name: value for name, value in strategy.parameters.items() if value is not False}
-    inside = ", ".join(f"{name}={value:g}" if value is not True else name for name, value in shown.items())
+    inside = ", ".join(_setting(name, value) for name, value in shown.items())
     return f"{strategy.family}{f'({inside})' if inside else ''} over {strategy.steps:,} steps"
+
+
+def _setting(name: str, value: Parameter) -> str:
+    if value is True:
+        return name
+    return f"{name}={value}" if isinstance(value, str | int) else f"{name}={value:.6g}"
 
 
 def _toeplitz_matrix(coefficients: Array, n: int) -> Array:

@@ -1,0 +1,84 @@
+"""Optimised strategies on disk, so that the second call is instant.
+
+An entry is one `.npz` file named by the SHA-256 of the exact problem it solves. It holds that problem in words,
+the array, and the array's own hash; an entry that does not match all three is ignored and made anew, so a
+damaged or foreign file costs time, never correctness. Files are written under a temporary name and renamed:
+concurrent writers and interrupted runs leave whole entries or none.
+
+The folder is `$QUELL_CACHE`, or `quell` under `$XDG_CACHE_HOME` (`~/.cache`). `QUELL_CACHE=off` disables it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quell._types import Array
+
+Entry = tuple[Array, dict[str, Any]]
+
+
+def folder() -> Path | None:
+    """Where entries live, or None when caching is off."""
+    chosen = os.environ.get("QUELL_CACHE")
+    if chosen == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quell"
+
+
+def remember(problem: Mapping[str, Any], solve: Callable[[], Entry]) -> Entry:
+    """The stored solution of `problem` (plain data that determines it), or `solve()`, stored for the next time.
+
+    A solution is an array and a few plain facts about how it was found.
+    """
+    home = folder()
+    if home is None:
+        return solve()
+    question = json.dumps(problem, sort_keys=True)
+    path = home / f"{hashlib.sha256(question.encode()).hexdigest()}.npz"
+    stored = _load(path, question)
+    if stored is None:
+        stored = solve()
+        with suppress(OSError):  # a full or read-only disk costs the next caller time, nothing else
+            _store(path, question, *stored)
+    return stored
+
+
+def digest(array: Array) -> str:
+    """The SHA-256 of an array's shape and float64 bytes: its name in problems and plan files."""
+    flat = np.ascontiguousarray(array, dtype="<f8")
+    return hashlib.sha256(repr(flat.shape).encode() + flat.tobytes()).hexdigest()
+
+
+def _load(path: Path, question: str) -> Entry | None:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as entry:
+            array, facts = entry["array"], json.loads(str(entry["facts"]))
+            intact = str(entry["question"]) == question and str(entry["digest"]) == digest(array)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return (array, facts) if intact and np.all(np.isfinite(array)) else None
+
+
+def _store(path: Path, question: str, array: Array, facts: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, array=array, question=question, facts=json.dumps(facts), digest=digest(array))
+        os.replace(temporary, path)
+    except BaseException:  # Ctrl-C too must not leave the temporary file behind
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,89 @@
+"""`band` and `dense`: the optimal C with `bands` diagonals, not restricted to Toeplitz (Problem 2.1 of
+arXiv:2405.15913).
+
+The columns of C have norm 1, so with no more bands than the separation the sensitivity is √k for k
+participations: `bands` = separation is the optimal multi-epoch strategy of the paper. Its error is ‖A·C⁻¹‖_F,
+minimised exactly in O(n·bands²) per evaluation by `quell.algebra.banded`, from the column-normalised
+`band_toeplitz`. `dense` is the same without any limit on the bands, for a single participation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quell._types import Array
+from quell.errors import QuellError
+from quell.sampling import Participation
+from quell.strategy.band_toeplitz import band_toeplitz, checked_bands
+from quell.strategy.family import Candidates, Family, Limits
+from quell.strategy.optimised import Solution, Watch, solve
+from quell.strategy.square_root import bands_of_strategy
+from quell.strategy.structure import BandedStrategy
+from quell.workload import Workload
+
+_MOST_PLANNED = 200_000  # numbers in C up to which a planner tries `band`: a plan file has to hold them
+_MOST_DENSE = 4096
+
+
+def band(workload: Workload, participation: Participation, bands: int, solution: Array | None = None) -> BandedStrategy:
+    """The C with unit columns and `bands` diagonals that minimises ‖A·C⁻¹‖_F."""
+    bands = checked_bands(bands, participation)
+
+    def search(watch: Watch) -> Solution:
+        from quell.algebra import banded
+
+        inverse = workload.inverse_bands
+        if inverse is None:
+            raise QuellError("band needs an SGD workload (momentum, weight decay, schedule), not given coefficients")
+        start = band_toeplitz(workload, participation, bands).column_normalised()
+        return banded.optimise(start.row_bands, inverse, on_iteration=watch)
+
+    once = Participation.single(workload.steps)
+    rows, how = solve("band", workload, once, {"bands": bands}, search, solution, (workload.steps, bands))
+    return BandedStrategy("band", rows, {"bands": bands}, how)
+
+
+def dense(workload: Workload, participation: Participation, solution: Array | None = None) -> BandedStrategy:
+    """The lower-triangular C with unit columns that minimises ‖A·C⁻¹‖_F, for one participation."""
+    if participation.count > 1:
+        raise QuellError(
+            f"dense is for a single participation, not {participation.count}: "
+            f"take band with bands={participation.separation} (the separation)"
+        )
+    n = workload.steps
+    if n > _MOST_DENSE:
+        raise QuellError(f"dense holds {n:,}² numbers: at most {_MOST_DENSE:,} steps; take band or band_toeplitz")
+
+    def search(watch: Watch) -> Solution:
+        from quell.algebra.dense import optimise_dense
+
+        matrix, how = optimise_dense(workload.matrix(), on_iteration=watch)
+        rows = np.zeros((n, n))
+        for d in range(n):
+            rows[d:, d] = np.diagonal(matrix, -d)
+        return rows, how
+
+    rows, how = solve("dense", workload, participation, {}, search, solution, (n, n))
+    return BandedStrategy("dense", rows, {}, how)
+
+
+def _planned_bands(limits: Limits) -> Candidates:
+    most = _MOST_PLANNED / limits.participation.steps
+    return [options for options in bands_of_strategy(limits) if options["bands"] <= most]  # type: ignore[operator]
+
+
+def _planned_dense(limits: Limits) -> Candidates:
+    n = limits.participation.steps
+    return [{}] if limits.participation.count == 1 and n <= min(limits.buffers + 1, 400) else []
+
+
+BAND = Family(
+    "band",
+    "optimal C with `bands` diagonals, not Toeplitz, needs bands - 1 buffers (arXiv:2405.15913)",
+    band,
+    _planned_bands,
+    required=("bands",),
+)
+DENSE = Family(
+    "dense", "optimal lower-triangular C for a single epoch, as many buffers as steps", dense, _planned_dense
+)

@@ -1,0 +1,86 @@
+"""`blt`: buffered linear Toeplitz, C and C⁻¹ both sums of exponentials (arXiv:2504.21413).
+
+Its noise costs d buffers however long the run; four or five come within a few percent of the best Toeplitz
+strategy. The closed forms behind the search (`quell.algebra.blt`) cover momentum and weight decay as well as
+prefix sums. Without `buffers` the smallest number is taken that one more would improve by less than 1%.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import numpy as np
+
+from quell._types import Array
+from quell.errors import QuellError
+from quell.sampling import Participation
+from quell.strategy.family import Candidates, Family, Limits
+from quell.strategy.optimised import Solution, Watch, solve
+from quell.strategy.recurrence import Exponentials
+from quell.strategy.structure import ToeplitzStrategy
+from quell.workload import Workload
+
+_MOST_BUFFERS = 10
+
+
+def blt(
+    workload: Workload,
+    participation: Participation,
+    buffers: int | None = None,
+    objective: str = "rmse",
+    solution: Array | None = None,
+) -> ToeplitzStrategy:
+    """The BLT with `buffers` buffers that minimises sensitivity × error."""
+    from quell.algebra import blt as exponentials
+
+    if workload.given is not None:
+        raise QuellError("blt needs an SGD workload (momentum and weight decay): it cannot use given coefficients")
+    if buffers is not None and buffers > _MOST_BUFFERS:
+        raise QuellError(f"buffers={buffers} are more than a blt can use: beyond {_MOST_BUFFERS} nothing improves")
+
+    if buffers == 0:  # independent noise, the best there is for full batches
+        solution = np.zeros((4, 0))
+
+    def search(watch: Watch) -> Solution:
+        from quell.algebra.blt_optimise import choose_buffers, optimise_blt
+
+        kind = cast(Literal["rmse", "maxse"], objective)
+        poles = (workload.decay, workload.momentum) if workload.momentum else (workload.decay,)
+        k, b = participation.count, participation.separation
+        if buffers is None:
+            chosen = choose_buffers(
+                workload.steps, poles=poles, participations=k, separation=b, objective=kind, on_iteration=watch
+            ).chosen
+            found, how = chosen.blt, chosen.convergence
+        else:
+            found, how = optimise_blt(
+                workload.steps, buffers, poles=poles, participations=k, separation=b, objective=kind, on_iteration=watch
+            )
+        return np.array([found.scales, found.gaps, found.noising_scales, found.noising_gaps]).reshape(4, -1), how
+
+    parameters = {"buffers": buffers, "objective": objective}
+    numbers, how = solve("blt", workload, participation, parameters, search, solution, (4, buffers or 0))
+    found = exponentials.BLT(*(tuple(row) for row in numbers.tolist()))
+    return ToeplitzStrategy(
+        "blt",
+        workload.steps,
+        exponentials.coefficients(found, workload.steps),
+        exponentials.noising_coefficients(found, workload.steps),
+        exponentials=Exponentials(np.array(found.noising_scales), np.array(found.noising_decays)),
+        parameters={"buffers": found.buffers, "objective": objective},
+        solution=numbers,
+        convergence=how,
+    )
+
+
+def _buffers(limits: Limits) -> Candidates:
+    return [{"buffers": d} for d in range(1, 1 + int(min(limits.buffers, 6)))]
+
+
+BLT = Family(
+    "blt",
+    "buffered linear Toeplitz: C and C^-1 sums of `buffers` exponentials (arXiv:2504.21413)",
+    blt,
+    _buffers,
+    optional={"buffers": None, "objective": "rmse"},
+)

@@ -1,0 +1,88 @@
+"""What the optimised families share: the workload as a decoder, the disk cache, and the convergence report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quell import cache
+from quell._types import Array
+from quell.algebra.descent import Convergence
+from quell.errors import QuellError
+from quell.progress import announce
+from quell.sampling import Participation
+from quell.workload import Workload
+
+if TYPE_CHECKING:
+    from quell.algebra.toeplitz import Decoder
+
+_SOLVER = 1  # raised when a better optimiser makes old cache entries worth replacing
+
+Solution = tuple[Array, Convergence]
+Watch = Callable[[Convergence], None]
+
+
+def solve(
+    family: str,
+    workload: Workload,
+    participation: Participation,
+    parameters: dict[str, Any],
+    search: Callable[[Watch], Solution],
+    known: Array | None,
+    shape: tuple[int, ...],
+) -> tuple[Array, Convergence | None]:
+    """The solution of one optimisation problem: the one that is already known, a stored one, or a fresh one."""
+    if known is not None:
+        if known.shape != shape:
+            raise QuellError(f"the given solution of {family} has shape {known.shape} instead of {shape}")
+        return known, None
+
+    def watch(so_far: Convergence) -> None:
+        announce(f"{family}: iteration {so_far.iterations}, last step gained {max(so_far.last_improvement, 0.0):.1e}")
+
+    def fresh() -> cache.Entry:
+        found, how = search(watch)
+        return found, asdict(how)
+
+    problem = {
+        "family": family,
+        "solver": _SOLVER,
+        "parameters": parameters,
+        "workload": fingerprint(workload),
+        "participation": [participation.steps, participation.separation, participation.count],
+    }
+    array, facts = cache.remember(problem, fresh)
+    how = Convergence(**facts)
+    if not how.converged or not np.all(np.isfinite(array)):
+        raise QuellError(f"the search for {family} did not converge ({how.reason.rstrip('.')}): try fewer bands")
+    return array, how
+
+
+def fingerprint(workload: Workload) -> dict[str, Any]:
+    """Plain data that determines a workload."""
+    return {
+        "decay": workload.decay,
+        "momentum": workload.momentum,
+        "rates": None if workload.rates is None else cache.digest(workload.rates),
+        "given": None if workload.given is None else cache.digest(workload.given),
+    }
+
+
+def decoder(workload: Workload, bands: int, *, last_only: bool) -> Decoder:
+    """The workload at a constant rate, as `quell.algebra.toeplitz` wants it."""
+    from quell.algebra.toeplitz import Decoder
+
+    if workload.inverse_series is None:
+        return Decoder(workload.steps, workload.coefficients, np.ones(1), last_only)
+    return Decoder(
+        workload.steps,
+        np.ones(1),
+        workload.inverse_series,
+        last_only,
+        horizon=40 * bands + 400,
+        rate=workload.decay,
+        residue=workload.decay / (workload.decay - workload.momentum),
+    )

@@ -1,0 +1,51 @@
+"""Documentation that shows something must show what really happens.
+
+Every `$ command` in a ```console block runs; the output lines shown (but for "...") must appear in its real output, in
+order. Every ```python block runs top to bottom, one namespace per page.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quell import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list:
+    found = []
+    for page in PAGES:
+        for number, text in enumerate(re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)):
+            found.append(pytest.param(page, text, id=f"{page.name}-{number}"))
+    return found
+
+
+def shown_lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip() and line.strip() != "..."]
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("console"))
+def test_console_blocks_show_real_output(page, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for session in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, expected = session.replace("\\\n", " ").partition("\n")
+        program, *arguments = shlex.split(command)
+        assert program == "quell"
+        result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80"})
+        assert result.exit_code == 0, result.output
+        real = iter(shown_lines(result.output))
+        for line in shown_lines(expected):
+            assert any(line == candidate for candidate in real), f"{page.name} shows {line!r}, which is not printed"
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("python"))
+def test_python_blocks_run(page, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, str(page), "exec"), {})
