@@ -2,10 +2,11 @@
 
 from quell.strategy.family import Family, Limits
 from quell.strategy.registry import FAMILIES, build, find
-from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy, TreeStrategy, describe
+from quell.strategy.structure import BandedStrategy, Parameter, Strategy, ToeplitzStrategy, TreeStrategy, describe
 
 __all__ = [
     "FAMILIES",
+    "BandedStrategy",
     "Family",
     "Limits",
     "Parameter",
