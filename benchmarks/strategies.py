@@ -3,7 +3,7 @@
     python benchmarks/strategies.py [--peer PYTHON] [--quick] [--out FILE]
 
 `--peer` is an interpreter with jax-privacy installed (`pip install jax-privacy` in an environment of its own); without
-it only Quell runs. Every case starts in a fresh process, so both sides pay for compilation inside the time shown; imports
+it only Quell runs. Every case starts in a fresh process, so both sides pay for compilation in the time shown; imports
 are left out, and Quell's kernels come from numba's cache after the first run, as a user's do. Losses of both sides are
 computed by the same float64 code: sensitivity × ‖A·C⁻¹‖_F/√n on prefix sums, one participation unless k is given.
 """

@@ -343,7 +343,7 @@ def _progress() -> Iterator[planning.Progress]:
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=errors, transient=True) as bar:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("pricing", total=None)
         with listening(lambda text: bar.update(task, description=text)):
             yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)

@@ -18,6 +18,7 @@ from typing import Any
 
 from quell.errors import QuellError
 from quell.mechanism import MOST_NUMBERS, Mechanism, Problem
+from quell.progress import announce
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Limits, Parameter
 
@@ -122,7 +123,11 @@ def make_plan(setup: Setup, progress: Progress | None = None) -> Plan:
     for done, (name, parameters) in enumerate(todo):
         if progress is not None:
             progress(done, len(todo), name)
-        mechanism = problem.price(name, **parameters)
+        try:
+            mechanism = problem.price(name, **parameters)
+        except QuellError as refusal:  # a search that did not converge cannot be planned with; the others still can
+            announce(str(refusal))
+            continue
         if name not in best or _rank(setup, mechanism) < _rank(setup, best[name]):
             best[name] = mechanism
     if progress is not None:

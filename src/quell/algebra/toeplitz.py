@@ -12,7 +12,7 @@ and p dot products.
 An SGD workload's series ends in one slow exponential, a_t → κ·ρ^t (ρ = 1 for prefix sums), and so does w once
 the transient of the few coefficients has died out: w_t → K·ρ^t. The sum over t is therefore split at a horizon:
 filtered exactly before it, in closed form after it. Its cost then does not grow with n. `Tail.covers` checks,
-on the numbers themselves, that the transient is below rounding; the optimisers double the horizon until it is.
+on the numbers themselves, that the transient is below rounding; the optimisers widen the horizon until it is.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from scipy.signal import lfilter
 
 from quell._types import Array
 from quell.algebra.descent import Convergence, minimise
+from quell.errors import QuellError
 
 _SETTLED = 1e-9  # transient left at the horizon, relative: it decays further, and the final error is computed afresh
 _NEGLIGIBLE = 1e-16
-_ITERATIONS, _IMPROVEMENT = 5000, 1e-12
+_VANISHED = 1e-9  # size of c at the horizon, relative: its square is what is left out
+_ITERATIONS, _IMPROVEMENT = 3000, 1e-10
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +125,7 @@ def leftmost_energy(theta: Array, steps: int, separation: int, count: int, lengt
     impulse[0] = 1.0
     c = np.asarray(lfilter([1.0], theta, impulse))
     signs = np.sign(c)
-    enough = length == steps or float(np.abs(c[-len(theta) :]).max()) <= _NEGLIGIBLE * float(np.abs(c).max())
+    enough = length == steps or float(np.abs(c[-len(theta) :]).max()) <= _VANISHED * float(np.abs(c).max())
     used = c * signs
     last = steps - (count - 1) * separation
     if length <= separation:  # columns do not overlap: `count` copies, the last cut off at the end
@@ -155,7 +157,7 @@ def minimise_quotient(
         norm = _dot(c, c)
         return error * norm, slope * norm + error * 2 * c, covered
 
-    return _minimise_log(loss, decoder, start, on_iteration)
+    return _minimise_log(loss, decoder, start[1:], _all_but_first, on_iteration)
 
 
 def minimise_product(
@@ -165,37 +167,81 @@ def minimise_product(
     count: int,
     on_iteration: Callable[[Convergence], None] | None = None,
 ) -> tuple[Array, Convergence]:
-    """The θ with θ_0 = 1 that minimises ‖leftmost columns of |1/θ|‖²·Σ v_t·w_t² for w = a·θ."""
+    """The θ with θ_0 = 1 that minimises ‖leftmost columns of |1/θ|‖²·Σ v_t·w_t² for w = a·θ, from such a start.
+
+    At the optimum θ nearly vanishes at 1: one root is very slow, and the loss depends on its distance from 1 in
+    relative terms. The search therefore runs first over θ = (1 − λx)·φ with λ = 1 − e^{−s}, then over θ itself.
+    """
 
     def loss(theta: Array, now: Decoder) -> tuple[float, Array, bool]:
         error, slope, covered = now.of_product(theta)
         energy, rise, enough = leftmost_energy(theta, now.steps, separation, count, now.length)
         return error * energy, slope * energy + error * rise, covered and enough
 
-    return _minimise_log(loss, decoder, start, on_iteration)
+    theta, how = _minimise_log(loss, decoder, _split_slowest(start), _slowest_apart, on_iteration)
+    theta, polished = _minimise_log(loss, decoder, theta[1:], _all_but_first, on_iteration)
+    # From a minimum of the first search the second may find no step at all, which is convergence too.
+    converged = polished.converged or (how.converged and polished.iterations < _ITERATIONS)
+    return theta, replace(polished, iterations=how.iterations + polished.iterations, converged=converged)
+
+
+def _all_but_first(free: Array) -> tuple[Array, Callable[[Array], Array]]:
+    """Coefficients (1, free), and how a gradient in them becomes one in `free`."""
+    return np.concatenate([[1.0], free]), lambda slope: slope[1:]
+
+
+def _slowest_apart(free: Array) -> tuple[Array, Callable[[Array], Array]]:
+    """θ = (1 − (1 − e^{−s})x)·φ from (s, φ_1, φ_2, …), and how a gradient in θ becomes one in them."""
+    if not len(free):
+        return np.ones(1), lambda slope: slope[1:]
+    rest = np.exp(-free[0])  # 1 − λ
+    phi = np.concatenate([[1.0], free[1:]])
+
+    def pull(slope: Array) -> Array:
+        by_phi = slope[:-1] - (1.0 - rest) * slope[1:]
+        return np.concatenate([[-rest * _dot(slope[1:], phi)], by_phi[1:]])
+
+    return np.convolve([1.0, rest - 1.0], phi), pull
+
+
+def _split_slowest(theta: Array) -> Array:
+    """(s, φ_1, φ_2, …) of θ = (1 − (1 − e^{−s})x)·φ, for θ's slowest root in (0, 1), or λ = 1/2 when it has none."""
+    if len(theta) == 1:
+        return np.zeros(0)
+    rates = np.roots(theta)  # as a polynomial in 1/x
+    real = rates.real[(np.abs(rates.imag) < 1e-12) & (rates.real > 0) & (rates.real < 1)]
+    slowest = float(real.max()) if len(real) else 0.5
+    phi = np.asarray(lfilter([1.0], [1.0, -slowest], theta))[:-1]
+    return np.concatenate([[-math.log1p(-slowest)], phi[1:]])
 
 
 def _minimise_log(
     loss: Callable[[Array, Decoder], tuple[float, Array, bool]],
     decoder: Decoder,
-    start: Array,
+    free: Array,
+    expand: Callable[[Array], tuple[Array, Callable[[Array], Array]]],
     on_iteration: Callable[[Convergence], None] | None,
 ) -> tuple[Array, Convergence]:
-    """Minimise the logarithm of a loss over all coefficients but the first, doubling the horizon until it covers."""
-    free = start[1:]
+    """Minimise the logarithm of a loss of the coefficients `expand`ed from free parameters.
+
+    A point that its horizon does not cover has no loss: a sum cut short is too small, and a search would run after
+    it. When a search met such points the horizon is widened and the search goes on from where it stopped.
+    """
+    met_the_edge = False
+
+    def objective(x: Array) -> tuple[float, Array]:
+        nonlocal met_the_edge
+        with np.errstate(over="ignore", invalid="ignore"):  # a trial step may make 1/c explode: that is "too long"
+            coefficients, pull = expand(x)
+            value, slope, covered = loss(coefficients, decoder)
+        met_the_edge = met_the_edge or not covered
+        if not (covered and math.isfinite(value) and value > 0 and np.all(np.isfinite(slope))):
+            return math.inf, np.zeros_like(x)
+        return math.log(value), pull(slope / value)
+
     while True:
-        reached = True
-
-        def objective(x: Array, now: Decoder = decoder) -> tuple[float, Array]:
-            nonlocal reached
-            with np.errstate(over="ignore", invalid="ignore"):  # a trial step may make 1/c explode: that is "too long"
-                value, slope, reached = loss(np.concatenate([[1.0], x]), now)
-            if not (math.isfinite(value) and value > 0 and np.all(np.isfinite(slope))):
-                return math.inf, np.zeros_like(x)
-            return math.log(value), slope[1:] / value
-
-        objective(free)
-        if reached:
+        if math.isfinite(objective(free)[0]):
+            met_the_edge = False
             free, how = minimise(
                 objective,
                 free,
@@ -204,10 +250,11 @@ def _minimise_log(
                 improvement_tolerance=_IMPROVEMENT,
                 on_iteration=on_iteration,
             )
-            objective(free)
-            if reached or decoder.length == decoder.steps:
-                return np.concatenate([[1.0], free]), how
-        decoder = replace(decoder, horizon=2 * decoder.length)
+            if not met_the_edge:
+                return expand(free)[0], how
+        if decoder.length == decoder.steps:
+            raise QuellError("the search for an optimal strategy starts where its error overflows: use fewer bands")
+        decoder = replace(decoder, horizon=4 * decoder.length)
 
 
 def _backwards(divisor: Array, values: Array) -> Array:
