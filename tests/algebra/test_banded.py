@@ -202,6 +202,16 @@ def test_an_inverse_that_explodes_has_infinite_loss_not_a_wrong_one():
         assert loss > 9.0**50
 
 
+@pytest.mark.parametrize("growth", [1.5, 1.7, 2.3])
+def test_a_variance_lost_to_rounding_is_infinite_not_negative(growth):
+    """θ grows like growth^t for 50 steps; then one query subtracts what cancels but for two of the z."""
+    theta = np.zeros((80, 12))
+    theta[:, 0], theta[:50, 1] = 1.0, -growth
+    theta[57, 10:] = -1.0, growth
+    only = (np.arange(80) == 57).astype(np.float64)
+    assert banded.loss_and_gradient(theta, np.ones((80, 1)), only)[0] == np.inf
+
+
 def test_example_b1_of_the_paper():
     strategy, how = banded.optimise(square_root_start(9, 3), repeat(PREFIX, 9))
     assert how.converged

@@ -13,10 +13,11 @@ back over the blocks, with all = window + new,
     ∂loss/∂[U | L] = -2 L⁻ᵀ P[new, all] W[all, all]
     P[window, window] += FᵀR + RᵀF,   R = ½ P[new, new] F + P[new, window]                   (backward).
 
-With B = 1 this is the scalar recursion of ALGORITHMS.md §2; B = 8 to 32 turns it into matrix products, about 6 m²
-operations a row, that run as fast as a BLAS. W itself is kept only for a *segment* of rows: the forward pass
-saves W[window, window] at the start of each segment and the backward pass recomputes the segment from there,
-so memory beyond input and gradient stays small and everything in use stays in cache.
+With B = 1 this is the scalar recursion W[i, i-d] = Σ_k h_k W[i-k, i-d], h_k = -E[i, i-k]/E[i, i]; B = 8 to 32
+turns it into matrix products whose kernel, `add_product`, is as fast as a BLAS. W is kept only for a *segment* of
+rows: the forward pass saves W[window, window] at the start of each segment and the backward pass recomputes the
+segment from there. That makes 8 m² operations a row instead of 6 m², but memory beyond input and gradient stays
+small and everything in use stays in cache.
 
 All loops are serial, so results cannot depend on the number of threads. Fusing a multiplication with an addition
 (`contract`) is the only liberty the compiler gets: infinities and nans behave as usual. Matrices are passed
@@ -278,8 +279,9 @@ def retreat(window, block, x, w, p, stride, back, spare, slopes):
         at, above, below = s * both, s * (stride + 1), (window + s) * stride + s
         transpose(p, above + window, stride, back, 0, both, both, block)
         for i in range(block):
+            row, values = back[i * both :], p[below + i * stride :]
             for j in range(both):
-                back[i * both + j] += p[below + i * stride + j]
+                row[j] += values[j]
         spare[:] = 0.0
         add_product(back, 0, both, 1, w, above, stride, spare, 0, both, block, both, both)
         add_product(x, at + window, 1, both, spare, 0, both, slopes, at, both, block, block, both)
@@ -308,8 +310,10 @@ def chain_rows(theta, inverse_norms, inverse, first, count, window, block, slope
         values, norms, sums, out = theta[t], inverse_norms[left:], dots[left:], gradient[t]
         for j in range(here):
             sums[j] += strip[j] * values[np.uintp(here - 1 - j)] * norms[j]
-        for j in range(bands):
-            out[j] = strip[np.uintp(here - 1 - j)] if j < here else 0.0
+        for j in range(here):
+            out[j] = strip[np.uintp(here - 1 - j)]
+        for j in range(here, bands):
+            out[j] = 0.0
 
 
 @njit(**_FAST)
@@ -334,15 +338,17 @@ def row_stride(window, segment):
 @njit(**_FAST)
 def clear(target, at, stride, rows, cols):
     for i in range(rows):
+        row = target[at + i * stride :]
         for j in range(cols):
-            target[at + i * stride + j] = 0.0
+            row[j] = 0.0
 
 
 @njit(**_FAST)
 def copy(source, s_at, s_stride, target, t_at, t_stride, rows, cols):
     for i in range(rows):
+        row, values = target[t_at + i * t_stride :], source[s_at + i * s_stride :]
         for j in range(cols):
-            target[t_at + i * t_stride + j] = source[s_at + i * s_stride + j]
+            row[j] = values[j]
 
 
 @njit(**_FAST)

@@ -32,7 +32,7 @@ from quell.errors import QuellError
 _SETTLED = 1e-9  # transient left at the horizon, relative: it decays further, and the final error is computed afresh
 _NEGLIGIBLE = 1e-16
 _VANISHED = 1e-9  # size of c at the horizon, relative: its square is what is left out
-_ITERATIONS, _IMPROVEMENT = 3000, 1e-10
+_ITERATIONS, _IMPROVEMENT = 3000, 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +225,7 @@ def _minimise_log(
     """Minimise the logarithm of a loss of the coefficients `expand`ed from free parameters.
 
     A point that its horizon does not cover has no loss: a sum cut short is too small, and a search would run after
-    it. When a search met such points the horizon is widened and the search goes on from where it stopped.
+    it. When a search got stuck at such points the horizon is widened and it goes on from where it stopped.
     """
     met_the_edge = False
 
@@ -250,7 +250,7 @@ def _minimise_log(
                 improvement_tolerance=_IMPROVEMENT,
                 on_iteration=on_iteration,
             )
-            if not met_the_edge:
+            if how.converged or not met_the_edge:
                 return expand(free)[0], how
         if decoder.length == decoder.steps:
             raise QuellError("the search for an optimal strategy starts where its error overflows: use fewer bands")

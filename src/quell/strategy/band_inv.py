@@ -11,6 +11,7 @@ from __future__ import annotations
 from quell._types import Array
 from quell.sampling import Participation
 from quell.strategy.family import Family
+from quell.strategy.fractional import best_lambda
 from quell.strategy.optimised import Solution, Watch, decoder, solve
 from quell.strategy.square_root import bands_of_noising, roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
@@ -32,7 +33,8 @@ def band_inv(
 
         _, start = roots(workload, bands)
         start = start / start[0]
-        task = decoder(workload, bands, last_only=objective == "maxse")
+        memory = 1.0 / (1.0 - best_lambda(workload, participation, objective))
+        task = decoder(workload, bands, last_only=objective == "maxse", memory=memory)
         b, k = participation.separation, participation.count
         return minimise_product(task, start, b, k, watch)
 

@@ -58,7 +58,7 @@ def best_lambda(workload: Workload, participation: Participation, objective: str
 
     >>> from quell.workload import prefix
     >>> round(best_lambda(prefix(3900), Participation(3900, 390)), 3)
-    0.977
+    0.978
     """
     task = decoder(workload, 2, last_only=objective == "maxse")
 

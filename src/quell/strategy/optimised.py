@@ -71,8 +71,11 @@ def fingerprint(workload: Workload) -> dict[str, Any]:
     }
 
 
-def decoder(workload: Workload, bands: int, *, last_only: bool) -> Decoder:
-    """The workload at a constant rate, as `quell.algebra.toeplitz` wants it."""
+def decoder(workload: Workload, bands: int, *, last_only: bool, memory: float = 0.0) -> Decoder:
+    """The workload at a constant rate, as `quell.algebra.toeplitz` wants it.
+
+    `memory` is how many steps the strategy may remember; the first horizon is long enough for that to die out.
+    """
     from quell.algebra.toeplitz import Decoder
 
     if workload.inverse_series is None:
@@ -82,7 +85,7 @@ def decoder(workload: Workload, bands: int, *, last_only: bool) -> Decoder:
         np.ones(1),
         workload.inverse_series,
         last_only,
-        horizon=40 * bands + 400,
+        horizon=40 * bands + 400 + int(60 * memory),
         rate=workload.decay,
         residue=workload.decay / (workload.decay - workload.momentum),
     )
