@@ -94,3 +94,26 @@ def test_concurrent_writers_agree(home):
         found = pool.map(_rival, [str(home)] * 4)
     assert len(set(found)) == 1
     assert [path.suffix for path in home.iterdir()] == [".npz"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        (np.ones(7), {}),
+        (np.ones((2, 2)), {}),
+        (np.ones(4), {}),
+        (np.ones(4), {"converged": "no"}),
+        (np.ones(4), []),
+        (np.zeros(0), {}),
+    ],
+)
+def test_entries_of_the_wrong_kind_are_searched_again(home, entry):
+    """A well-formed file with the right name but wrong content is a miss, whatever it holds."""
+    sums, pattern = workload.prefix(100), Participation(100, 10)
+    honest = strategy.build("band_inv", sums, pattern, bands=4)
+    (path,) = home.iterdir()
+    with np.load(path) as stored:
+        question = str(stored["question"])
+    cache._store(path, question, *entry)
+    again = strategy.build("band_inv", sums, pattern, bands=4)
+    np.testing.assert_array_equal(again.noising, honest.noising)

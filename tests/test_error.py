@@ -74,8 +74,8 @@ def test_full_batch_errors_of_theorem_4():
         tested = strategy.build(name, sums, pattern)
         return error(tested, sums).rmse * sensitivity(tested, pattern).value
 
-    assert total("identity") == pytest.approx(math.sqrt(n * (n + 1) / 2), rel=1e-12)
-    assert total("diagonal") == pytest.approx(np.sqrt(np.arange(1, n + 1)).sum() / math.sqrt(n), rel=1e-12)
+    assert total("identity") == pytest.approx(math.sqrt(n * (n + 1) / 2), rel=1e-11)
+    assert total("diagonal") == pytest.approx(np.sqrt(np.arange(1, n + 1)).sum() / math.sqrt(n), rel=1e-11)
 
 
 def test_overflow_and_mismatch_are_refused():
@@ -95,3 +95,21 @@ def test_what_has_no_fast_formula_is_refused_beyond_dense_sizes():
     root = strategy.build("square_root", workload.prefix(n), Participation(n, 500), column_normalise=True)
     with pytest.raises(QuellError, match=r"at most 4,096 steps"):
         error(root, workload.prefix(n))
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 1e-5, 1e-8])
+def test_rates_that_jump_are_priced_right_or_not_at_all(ratio):
+    rates = np.where(np.arange(60) % 2, 1.0, ratio)
+    task = workload.sgd(60, 0.9, 1.0, rates)
+    for name, parameters in (("identity", {}), ("bsr", {"bands": 7}), ("bisr", {"bands": 4})):
+        tested = strategy.build(name, task, Participation(60, 6), **parameters)
+        dense = np.sum(np.square(task.matrix() @ np.linalg.inv(tested.matrix())), axis=1)
+        np.testing.assert_allclose(query_variances(tested, task), dense, rtol=1e-6)
+    long = workload.sgd(6000, 0.9, 1.0, np.tile(rates, 100))
+    with pytest.raises(QuellError, match="a learning rate that does not jump"):
+        error(strategy.build("identity", long, Participation(6000, 60)), long)
+
+
+def test_strategies_whose_two_sides_disagree_cannot_be_built():
+    with pytest.raises(QuellError, match="not inverse to each other"):
+        ToeplitzStrategy("test", 10, np.array([1.0, 0.0]), np.array([1.0, -0.5]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quell import workload
+from quell.errors import QuellError
 from quell.mechanism import Problem
 from quell.sampling import Cyclic
 
@@ -44,8 +45,8 @@ def test_noise_multipliers_of_the_bisr_paper(name, printed):
 def test_a_row_has_the_documented_keys(table4):
     row = table4.row(table4.price("fractional", bands=4, gamma=0.7))
     documented = (
-        "mechanism bands gamma lambda steps epochs separation participations momentum weight_decay epsilon delta "
-        "sampling sensitivity sensitivity_kind noise_multiplier rmse maxse buffers draws "
+        "mechanism bands gamma lambda column_normalise steps epochs separation participations momentum "
+        "weight_decay epsilon delta sampling sensitivity sensitivity_kind noise_multiplier rmse maxse buffers draws "
         "dpsgd_rmse lower_bound guarantee"
     )
     assert list(row) == documented.split()
@@ -79,3 +80,17 @@ def test_memory_of_each_recurrence(table4, name, buffers, draws):
     parameters = {"lambda_cgd": {"lambda": 0.9}, "bisr": {"bands": 16}, "bsr": {"bands": 16}}.get(name, {})
     priced = table4.price(name, **parameters)
     assert (priced.buffers, priced.draws) == (buffers, draws)
+
+
+def test_a_separation_that_contradicts_the_epochs_is_refused():
+    with pytest.raises(QuellError, match="lets an example take part 1 times, but 100 epochs"):
+        Problem(workload.prefix(1000), Cyclic(1000, 1000), 100, 8.0, 1e-5)
+
+
+def test_printed_noise_is_never_below_the_noise_that_is_needed(table4):
+    from quell.report import mechanism_table
+
+    for name, options in (("identity", {}), ("bisr", {"bands": 3}), ("lambda_cgd", {"lambda": 0.77})):
+        priced = table4.price(name, **options)
+        table = mechanism_table(table4, [priced])
+        assert float(next(iter(table.columns[1].cells))) >= priced.noise_multiplier

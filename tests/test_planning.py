@@ -93,7 +93,7 @@ def test_a_promise_that_the_noise_does_not_keep_is_found(saved):
     def change(content):
         content["setup"]["epsilon"] = 1.0
 
-    assert any("delta bought" in check.claim for check in tampered(saved, change))
+    assert any("its noise suffices" in str(check.stated) for check in tampered(saved, change))
     with pytest.raises(QuellError, match="is not a true plan"):
         quell.Plan.load(saved)
 
@@ -114,9 +114,49 @@ def test_changed_parameters_are_found(saved):
     assert tampered(saved, change)
 
 
+def test_another_sampling_scheme_than_the_plans_is_found(saved):
+    def change(content):
+        for row in content["mechanisms"]:
+            row["sampling"] = row["guarantee"]["sampling"] = "poisson"
+
+    assert tampered(saved, change)
+
+
+def test_a_blt_whose_noise_does_not_match_its_sensitivity_cannot_be_stated(tmp_path):
+    """Rows of a BLT are decays alone; C and C⁻¹ both follow from them, so no file can make them disagree."""
+    long = quell.plan(examples=6000, batch_size=100, epochs=10, epsilon=8, delta=1e-5)  # more than 512 steps
+    path = tmp_path / "plan.json"
+    long.save(path)
+
+    def change(content):
+        (row,) = (row for row in content["mechanisms"] if row["mechanism"] == "blt")
+        row["solution"] = [[0.0] * row["buffers"], *row["solution"]]
+
+    assert tampered(path, change)
+
+
+@pytest.mark.parametrize(
+    "options", [{"learning_rates": "cosine", "momentum": 0.9}, {"learning_rates": "linear", "momentum": 0.99}, {}]
+)
+def test_every_plan_that_is_saved_verifies(tmp_path, options):
+    small = {"examples": 1000, "batch_size": 100, "epochs": 4, "epsilon": 8, "delta": 1e-5}
+    for memory in (0, 4, None):
+        path = tmp_path / f"{memory}.json"
+        quell.plan(**small, memory=memory, **options).save(path)
+        assert [check for check in quell.verify(path) if not check.holds] == []
+
+
+def test_a_single_step_with_a_schedule_can_be_planned():
+    one = quell.plan(examples=10, batch_size=10, epochs=1, epsilon=8, delta=1e-3, learning_rates="cosine")
+    assert one.steps == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("[" * 100_000, "does not hold valid JSON"),
+        ('{"format": "quell-plan", "version": 1, "version": 1}', "does not hold valid JSON"),
+        ('{"format": "quell-plan", "version": true}', "plan version True"),
         ("", "does not hold valid JSON"),
         ('{"format": "quell-plan", "version": 1', "does not hold valid JSON"),
         ("[]", "is not a plan file"),
@@ -139,6 +179,14 @@ def test_corrupt_and_newer_files_are_refused(tmp_path, text, message):
         lambda c: c["mechanisms"][0].pop("noise_multiplier"),
         lambda c: c["mechanisms"][0].update(noise_multiplier="much"),
         lambda c: c["mechanisms"][0].update(noise_multiplier=math.nan),
+        lambda c: c["mechanisms"][0].update(noise_multiplier=10**400),
+        lambda c: c["mechanisms"][0].update(noise_multiplier=0),
+        lambda c: c["mechanisms"][0].update(rmse=10**400),
+        lambda c: c["mechanisms"][0].update(steps=True),
+        lambda c: c["mechanisms"].append(7),
+        lambda c: c["setup"].update(epsilon=10**400),
+        lambda c: c["setup"].update(learning_rates=["abc"]),
+        lambda c: c.update(comment="trust me"),
         lambda c: c["mechanisms"][0].update(mechanism="magic"),
         lambda c: c["mechanisms"][0].update(surprise=1),
         lambda c: c.update(mechanisms=[]),

@@ -37,10 +37,12 @@ def folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quell"
 
 
-def remember(problem: Mapping[str, Any], solve: Callable[[], Entry]) -> Entry:
+def remember(
+    problem: Mapping[str, Any], solve: Callable[[], Entry], is_sound: Callable[[Entry], bool] = lambda _: True
+) -> Entry:
     """The stored solution of `problem` (plain data that determines it), or `solve()`, stored for the next time.
 
-    A solution is an array and a few plain facts about how it was found.
+    A solution is an array and a few plain facts about how it was found; an unsound one is neither used nor stored.
     """
     home = folder()
     if home is None:
@@ -48,10 +50,11 @@ def remember(problem: Mapping[str, Any], solve: Callable[[], Entry]) -> Entry:
     question = json.dumps(problem, sort_keys=True)
     path = home / f"{hashlib.sha256(question.encode()).hexdigest()}.npz"
     stored = _load(path, question)
-    if stored is None:
+    if stored is None or not is_sound(stored):
         stored = solve()
-        with suppress(OSError):  # a full or read-only disk costs the next caller time, nothing else
-            _store(path, question, *stored)
+        if is_sound(stored):
+            with suppress(OSError):  # a full or read-only disk costs the next caller time, nothing else
+                _store(path, question, *stored)
     return stored
 
 

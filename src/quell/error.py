@@ -54,7 +54,7 @@ def query_variances(strategy: Strategy, workload: Workload) -> Array:
         raise QuellError(f"the strategy has {strategy.steps:,} steps but the workload {workload.steps:,}")
     with np.errstate(over="ignore", invalid="ignore"):
         variances = _exact_variances(strategy, workload)
-    if not np.all(np.isfinite(variances)):
+    if not np.all(np.isfinite(variances)) or not np.all(variances > 0):
         raise QuellError(f"{strategy!r} has an error that overflows: its noise grows without bound")
     return variances
 
@@ -71,7 +71,7 @@ def _exact_variances(strategy: Strategy, workload: Workload) -> Array:
     if strategy.bands < strategy.noising_bands:
         return _banded_variances(strategy, workload)
     bands = workload.inverse_bands
-    if bands is None or strategy.noising_bands > _MOST_NOISING_BANDS:
+    if bands is None or workload.jumps or strategy.noising_bands > _MOST_NOISING_BANDS:
         return _dense_variances(strategy, workload)
     from quell.algebra import banded  # compiled code, loaded when first needed
 
@@ -83,7 +83,7 @@ def _exact_variances(strategy: Strategy, workload: Workload) -> Array:
 def _banded_variances(strategy: ToeplitzStrategy | BandedStrategy, workload: Workload) -> Array:
     """C banded: C·A⁻¹ is banded too, and its inverse's row norms follow inside the band."""
     bands = workload.inverse_bands
-    if bands is None or strategy.bands > max(_MOST_BANDS, workload.steps // 8):
+    if bands is None or workload.jumps or strategy.bands > max(_MOST_BANDS, workload.steps // 8):
         return _dense_variances(strategy, workload)
     from quell.algebra import banded
 
@@ -104,6 +104,6 @@ def _dense_variances(strategy: Strategy, workload: Workload) -> Array:
     if workload.steps > _DENSE:
         raise QuellError(
             f"{strategy!r} has no fast error formula for this workload: use at most {_DENSE:,} steps, fewer bands, "
-            "or no column normalisation"
+            "no column normalisation, or a learning rate that does not jump"
         )
     return np.asarray(np.sum(np.square(workload.apply(strategy.noising_matrix())), axis=1))

@@ -1,4 +1,4 @@
-"""What Quell raises when a person can put it right.
+"""What Quell says to people: errors they can put right, and numbers rounded to the honest side.
 
 Every message is one sentence that names the value that was wrong and what to do about it; the command line
 prints it as it stands and exits with status 2.
@@ -7,6 +7,19 @@ prints it as it stands and exits with status 2.
 from __future__ import annotations
 
 import math
+from decimal import ROUND_CEILING, Context
+
+
+def at_least(value: float, digits: int = 6) -> str:
+    """`value` to so many significant digits, rounded up: a printed σ, ε or δ must not promise more than the number.
+
+    >>> at_least(1.898091, 4), at_least(8.0), at_least(1e-05)
+    ('1.899', '8', '1e-05')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value)))
+    return f"{float(rounded):.{digits}g}"
 
 
 class QuellError(ValueError):

@@ -8,6 +8,7 @@ from typing import Any
 
 from quell import bounds, privacy
 from quell.error import Error, error
+from quell.errors import QuellError, at_least
 from quell.privacy import Guarantee, gaussian_sigma
 from quell.sampling import Cyclic
 from quell.strategy import Parameter, Strategy, build, describe
@@ -49,7 +50,9 @@ class Mechanism:
         return self.strategy.recurrence.draws
 
     def __repr__(self) -> str:
-        return f"<{describe(self.strategy)}: σ={self.noise_multiplier:.4g}, RMSE {self.rmse:.4g}, {self.guarantee}>"
+        return (
+            f"<{describe(self.strategy)}: σ={at_least(self.noise_multiplier)}, RMSE {self.rmse:.4g}, {self.guarantee}>"
+        )
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ class Problem:
     epochs: int
     epsilon: float
     delta: float
+
+    def __post_init__(self) -> None:
+        count, b = self.sampling.participation.count, self.sampling.separation
+        if count < self.epochs:
+            raise QuellError(
+                f"separation={b} lets an example take part {count} times, but {self.epochs} epochs use it more often: "
+                f"give a separation of at most {self.workload.steps // self.epochs}"
+            )
 
     def price(self, name: str, **parameters: Parameter) -> Mechanism:
         """Build, calibrate and evaluate one mechanism.

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from quell.errors import QuellError
+from quell.errors import QuellError, at_least
 from quell.mechanism import Mechanism, Problem
 from quell.planning import Plan, fits
 from quell.verification import Check
@@ -38,7 +38,7 @@ def mechanism_table(problem: Problem, mechanisms: Sequence[Mechanism], plan: Pla
         style = "bold green" if chosen else ("dim" if plan is not None and not fits(plan.setup, mechanism) else None)
         table.add_row(
             ("➤ " if chosen else "  ") + label(mechanism),
-            f"{mechanism.noise_multiplier:.4g}",
+            at_least(mechanism.noise_multiplier, 4),
             f"{mechanism.rmse:.4g}",
             f"{mechanism.maxse:.4g}",
             f"{problem.dpsgd.rmse / mechanism.rmse:.3g}×",
@@ -83,8 +83,8 @@ def recommendation(plan: Plan) -> str:
     cost = "no extra memory" if not chosen.buffers else f"{chosen.buffers:,} model-sized buffers"
     draws = "one noise vector" if chosen.draws == 1 else f"{chosen.draws} noise vectors"
     return (
-        f"Use {label(chosen)} with noise multiplier {chosen.noise_multiplier:.4g}: {gain:.2f} times less error than "
-        f"DP-SGD at the same privacy, for {cost} and {draws} per step.\n"
+        f"Use {label(chosen)} with noise multiplier {at_least(chosen.noise_multiplier)}: {gain:.2f} times less error "
+        f"than DP-SGD at the same privacy, for {cost} and {draws} per step.\n"
         f"Any mechanism without amplification has at least {problem.lower_bound / chosen.rmse:.0%} of its error. "
         f"Promise: {chosen.guarantee}."
     )

@@ -31,7 +31,7 @@ from quell.errors import QuellError
 from quell.sampling import Participation
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 
-_MEETS = 1e-9  # relative gap below which a bracket counts as closed
+_MEETS = 1e-9  # relative gap, rounding aside, below which a bracket counts as closed
 _ROUNDING = 1e-12  # added to squared upper ends: far above accumulated float64 error, far below anything of interest
 _MOST_RANKS = 4096  # participations up to which ranks are bounded one by one
 _DENSE = 2048  # steps up to which an n×n Gram matrix is affordable
@@ -44,10 +44,11 @@ class Sensitivity:
     value: float
     lower: float
     method: str
+    slack: float = _MEETS
 
     @property
     def exact(self) -> bool:
-        return self.value <= self.lower * (1 + _MEETS)
+        return self.value <= self.lower * (1 + self.slack)
 
     @property
     def kind(self) -> str:
@@ -65,6 +66,16 @@ def sensitivity(strategy: Strategy, participation: Participation) -> Sensitivity
     """
     if strategy.steps != participation.steps:
         raise QuellError(f"the strategy has {strategy.steps:,} steps but the participation {participation.steps:,}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = _bracket(strategy, participation)
+    if not (math.isfinite(found.value) and found.value > 0):
+        raise QuellError(f"the sensitivity of {strategy!r} overflows: its noise would be infinite")
+    # The sums behind a bracket have up to n terms; move the end that counts outwards by more than they can have lost.
+    lost = _ROUNDING + 2e-16 * participation.steps
+    return Sensitivity(found.value * (1 + lost), found.lower, found.method, _MEETS + lost)
+
+
+def _bracket(strategy: Strategy, participation: Participation) -> Sensitivity:
     if isinstance(strategy, TreeStrategy):
         return _tree(strategy, participation)
     if strategy.bands <= participation.separation:

@@ -1,8 +1,9 @@
 """Is a plan file true? Recompute every claim in it from first principles and compare.
 
-The stated noise is not compared with a calibration but put into the privacy formula: (σ, sensitivity) must
-really buy (ε, δ). Errors and yardsticks must match to 1e-6. Up to 512 steps the strategy is also written out as
-dense matrices, which share no code with the fast paths.
+Of a row only three things are taken over: which mechanism it is, the numbers an optimised one consists of, and the
+noise. That noise is put into the accountant of the plan's own sampling scheme: it must really buy (ε, δ). Everything
+else a row says is computed afresh and must match. Up to 512 steps the strategy is also written out as dense matrices,
+which share no code with the fast paths.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from typing import Any
 
 import numpy as np
 
+from quell import privacy
 from quell.error import error
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
 from quell.planning import FORMAT, VERSION, Plan, problem_of, recommend
-from quell.privacy import Guarantee, gaussian_delta, gaussian_sigma
-from quell.sensitivity import sensitivity
+from quell.sampling import Cyclic
 from quell.setup import Setup
 from quell.strategy import build, find
 
-_TOLERANCE = 1e-6
+_TOLERANCE = 1e-9
 _DENSE = 512
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -41,97 +43,100 @@ class Check:
 
 def verify(path: str | Path) -> list[Check]:
     """Every claim in a plan file, recomputed. Unreadable files raise; false claims come back with `holds=False`."""
-    return list(_checks(*_read(path)))
+    return _checked(path)[0]
 
 
 def verified_plan(path: str | Path) -> Plan:
     """The plan in a file, refused when one of its claims does not hold."""
-    setup, content = _read(path)
-    if false := [check for check in _checks(setup, content) if not check.holds]:
+    checks, plan = _checked(path)
+    if false := [check for check in checks if not check.holds]:
         first = false[0]
         raise QuellError(
             f"{path} is not a true plan: {first.claim} is stated as {first.stated} but comes out as {first.recomputed}"
             f" ({len(false)} claims fail): make a new plan"
         )
+    assert plan is not None
+    return plan
+
+
+def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
+    """All checks, and the plan itself where every mechanism in it could be built."""
+    setup, content = _read(path)
     problem = problem_of(setup)
-    mechanisms = tuple(_rebuild(problem, row)[0] for row in content["mechanisms"])
-    return Plan(setup, mechanisms, content["recommended"])
+    checks: list[Check] = []
+    mechanisms: list[Mechanism] = []
+    for row in content["mechanisms"]:
+        name = row.get("mechanism") if isinstance(row, dict) else row
+        try:
+            mechanism = _rebuild(problem, row)
+            checks += _row_checks(problem, mechanism, row)
+            mechanisms.append(mechanism)
+        except QuellError as refusal:
+            checks.append(Check(f"mechanism {name}", "can be built, and its noise suffices", str(refusal), False))
+        except _DAMAGE as trouble:
+            raise QuellError(f"{path} is damaged: mechanism {name} lacks a value or has a wrong one") from trouble
+    if len(mechanisms) < len(content["mechanisms"]):
+        return checks, None
+    best = recommend(setup, mechanisms)
+    checks.append(Check("recommended mechanism", content["recommended"], best, content["recommended"] == best))
+    return checks, Plan(setup, tuple(mechanisms), content["recommended"])
 
 
 def _read(path: str | Path) -> tuple[Setup, dict[str, Any]]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except OSError as problem:
         raise QuellError(f"cannot read the plan {path}: {problem.strerror}") from problem
-    except ValueError as problem:
-        raise QuellError(
-            f"{path} is not a plan: it does not hold valid JSON; it may be damaged or cut short"
-        ) from problem
+    except (ValueError, RecursionError) as problem:
+        raise QuellError(f"{path} is not a plan: it does not hold valid JSON, or is damaged or cut short") from problem
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise QuellError(f"{path} is not a plan file: it lacks format={FORMAT!r}")
-    if content.get("version") != VERSION:
+    version = content.get("version")
+    if type(version) is not int or version != VERSION:
         raise QuellError(
-            f"{path} has plan version {content.get('version')!r}, this Quell reads version {VERSION}: "
+            f"{path} has plan version {version!r}, this Quell reads version {VERSION}: "
             "use the Quell that wrote it, or make a new plan"
         )
     try:
-        if set(content["setup"]) != {field.name for field in fields(Setup)}:
-            raise QuellError(f"{path} is damaged: its set-up does not have the fields of a plan; make a new plan")
+        parts = {"format", "version", "setup", "recommended", "mechanisms"}
+        whole = set(content) == parts and set(content["setup"]) == {field.name for field in fields(Setup)}
         rows, index = content["mechanisms"], content["recommended"]
-        if not rows or not isinstance(index, int) or not 0 <= index < len(rows):
-            raise QuellError(f"{path} is damaged: it recommends mechanism {index!r} of {len(rows)}; make a new plan")
+        if not whole or not isinstance(rows, list) or type(index) is not int or not 0 <= index < len(rows):
+            raise QuellError(f"{path} is damaged: it does not have the parts of a plan; make a new plan")
         return Setup(**content["setup"]), content
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise QuellError(
-            f"{path} is damaged: a part of the plan is missing or of the wrong kind; make a new plan"
-        ) from problem
+    except QuellError:
+        raise
+    except _DAMAGE as problem:
+        raise QuellError(f"{path} is damaged: a part of the plan is missing or of the wrong kind") from problem
 
 
-def _checks(setup: Setup, content: dict[str, Any]) -> Iterator[Check]:
-    problem = problem_of(setup)
-    mechanisms = []
-    for row in content["mechanisms"]:
-        try:
-            mechanism, fresh = _rebuild(problem, row)
-            yield from _row_checks(problem, mechanism, row, fresh)
-            mechanisms.append(mechanism)
-        except QuellError as refusal:
-            yield Check(f"mechanism {row.get('mechanism')}", "can be built and priced", str(refusal), False)
-        except (KeyError, TypeError, ValueError, AttributeError) as trouble:
-            raise QuellError("the plan is damaged: a mechanism lacks a value or has one of the wrong kind") from trouble
-    if len(mechanisms) == len(content["mechanisms"]):
-        best = recommend(setup, mechanisms)
-        yield Check("recommended mechanism", content["recommended"], best, content["recommended"] == best)
-
-
-def _rebuild(problem: Problem, row: dict[str, Any]) -> tuple[Mechanism, dict[str, Any]]:
-    """The mechanism that a row describes, with the noise that the row states, and the row as it should read."""
+def _rebuild(problem: Problem, row: dict[str, Any]) -> Mechanism:
+    """The mechanism that a row describes, with the noise that the row states; refused where that is too little."""
     family = find(row["mechanism"])
-    names = (*family.required, *family.optional, "column_normalise")
+    names = (*family.required, *family.optional, *(("column_normalise",) if family.normalisable else ()))
     parameters = {name: row[name] for name in names if name in row}
     solution = np.asarray(row["solution"], dtype=np.float64) if "solution" in row else None
     strategy = build(family.name, problem.workload, problem.sampling.participation, solution, **parameters)
-    moved = sensitivity(strategy, problem.sampling.participation)
-    stated = Guarantee(row["epsilon"], row["delta"], row["noise_multiplier"], row["sampling"], moved)
-    mechanism = Mechanism(strategy, stated, error(strategy, problem.workload))
-    return mechanism, problem.row(mechanism)
+    guarantee = privacy.certify(
+        strategy, problem.sampling, float(row["noise_multiplier"]), problem.epsilon, problem.delta
+    )
+    return Mechanism(strategy, guarantee, error(strategy, problem.workload))
 
 
-def _row_checks(problem: Problem, mechanism: Mechanism, row: dict[str, Any], fresh: dict[str, Any]) -> Iterator[Check]:
-    label = repr(mechanism.strategy)
-    for key, expected in (("epsilon", problem.epsilon), ("delta", problem.delta)):
-        yield Check(f"{label}: {key}", row[key], expected, row[key] == expected)
-    needed = mechanism.guarantee.sensitivity.value * gaussian_sigma(problem.epsilon, problem.delta)
-    yield Check(f"{label}: noise multiplier", row["noise_multiplier"], needed, _close(row["noise_multiplier"], needed))
-    bought = gaussian_delta(mechanism.noise_multiplier / mechanism.guarantee.sensitivity.value, problem.epsilon)
-    yield Check(f"{label}: delta bought by the noise", row["delta"], bought, bought <= row["delta"] * (1 + 1e-9))
+def _row_checks(problem: Problem, mechanism: Mechanism, row: dict[str, Any]) -> Iterator[Check]:
+    label, fresh = repr(mechanism.strategy), problem.row(mechanism)
     for key, expected in fresh.items():
         if key not in row:
             yield Check(f"{label}: {key}", "missing", _shown(expected), False)
         elif isinstance(expected, float):
-            yield Check(f"{label}: {key}", row[key], expected, _close(row[key], expected))
+            close = type(row[key]) is float and math.isclose(row[key], expected, rel_tol=_TOLERANCE)
+            yield Check(f"{label}: {key}", row[key], expected, close)
         else:
-            yield Check(f"{label}: {key}", _shown(row[key]), _shown(expected), row[key] == expected)
+            same = type(row[key]) is type(expected) and row[key] == expected
+            yield Check(f"{label}: {key}", _shown(row[key]), _shown(expected), same)
+    if isinstance(problem.sampling, Cyclic):
+        below = mechanism.rmse < problem.lower_bound * (1 - _TOLERANCE)
+        yield Check(f"{label}: rmse at least the lower bound", mechanism.rmse, problem.lower_bound, not below)
     if extra := sorted(set(row) - set(fresh)):
         yield Check(f"{label}: unknown entries", ", ".join(extra), "none", False)
     if problem.workload.steps <= _DENSE:
@@ -144,14 +149,19 @@ def _dense_checks(problem: Problem, mechanism: Mechanism, label: str) -> Iterato
     yield Check(f"{label}: largest entry of C·C⁻¹ − I", 0.0, off, off < 1e-8)
     decoder = problem.workload.matrix() @ noising
     rmse = float(np.linalg.norm(decoder)) / math.sqrt(len(decoder)) * mechanism.noise_multiplier
-    yield Check(f"{label}: rmse, dense", mechanism.rmse, rmse, _close(rmse, mechanism.rmse))
+    close = math.isclose(rmse, mechanism.rmse, rel_tol=1e-6)
+    yield Check(f"{label}: rmse, dense", mechanism.rmse, rmse, close)
     leftmost = float(np.linalg.norm(strategy[:, problem.sampling.participation.first_steps()].sum(axis=1)))
     stated = mechanism.guarantee.sensitivity.value
-    yield Check(f"{label}: sensitivity, leftmost pattern", stated, leftmost, leftmost <= stated * (1 + 1e-9))
+    yield Check(f"{label}: sensitivity, leftmost pattern", stated, leftmost, leftmost <= stated)
 
 
-def _close(stated: float, recomputed: float) -> bool:
-    return math.isclose(stated, recomputed, rel_tol=_TOLERANCE)
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A key given twice means one thing to this reader and another to the next: refused."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key is given twice")
+    return content
 
 
 def _shown(value: Any) -> float | str:

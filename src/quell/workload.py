@@ -73,8 +73,16 @@ class Workload:
         now = 1.0 / self.rates
         before = np.concatenate([[0.0], now[:-1]])
         bands = np.stack([now, -self.decay * now - self.momentum * before, self.decay * self.momentum * before], axis=1)
-        bands[0, 1:] = bands[1, 2:] = 0.0
+        bands[0, 1:] = bands[1:2, 2:] = 0.0
         return bands
+
+    @property
+    def jumps(self) -> bool:
+        """Whether a learning rate rises so sharply that recursions through A⁻¹, which divide by it, lose digits."""
+        if self.rates is None:
+            return False
+        before = np.minimum(self.rates[:-1], np.concatenate([self.rates[:1], self.rates[:-2]])[: self.steps - 1])
+        return bool(np.any(self.rates[1:] > 10.0 * before))
 
     def apply(self, columns: Array) -> Array:
         """A @ columns for an array of shape (n,) or (n, m), in O(n·m) for SGD workloads."""
@@ -167,7 +175,8 @@ def _checked_rates(learning_rates: Sequence[float] | Array, steps: int) -> Array
     rates = np.asarray(learning_rates, dtype=np.float64)
     if rates.shape != (steps,):
         raise QuellError(f"the learning-rate schedule has {rates.size} values but the run has {steps} steps")
-    if not np.all(np.isfinite(rates)) or not np.all(rates > 0):
-        worst = int(np.flatnonzero(~(np.isfinite(rates) & (rates > 0)))[0])
-        raise QuellError(f"learning rate {rates[worst]:g} at step {worst} must be a positive number")
+    usable = np.isfinite(rates) & (rates > 1e-100) & (rates < 1e100)
+    if not np.all(usable):
+        worst = int(np.flatnonzero(~usable)[0])
+        raise QuellError(f"learning rate {rates[worst]:g} at step {worst} must be a positive number of ordinary size")
     return rates.copy()

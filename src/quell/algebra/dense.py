@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from threadpoolctl import threadpool_limits
 
 from quell._types import Array
 from quell.algebra._banded_kernels import add_product, clear, transpose
@@ -64,6 +65,17 @@ def optimise_dense(
     n = len(workload)
     if workload.shape != (n, n) or not np.diagonal(workload).all() or np.triu(workload, 1).any():
         raise QuellError(f"the workload, of shape {workload.shape}, must be square, lower triangular and invertible")
+    with threadpool_limits(limits=1):  # small blocks are faster on one thread, and the result must not depend on it
+        return _optimise(workload, max_iterations, improvement_tolerance, patience, on_iteration)
+
+
+def _optimise(
+    workload: Array,
+    max_iterations: int,
+    improvement_tolerance: float,
+    patience: int,
+    on_iteration: Callable[[Convergence], None] | None,
+) -> tuple[Array, Convergence]:
     problem = _Problem(workload)
     point = problem.start()
     how = Convergence(0, 0, math.inf, math.inf, math.inf, False, "")

@@ -3,45 +3,43 @@
 The sampling scheme decides which accountant is valid, so the accountant is looked up by the scheme's type and
 nothing else: a scheme without an entry cannot be priced. A `Guarantee` is the only thing that may be called (ε,
 δ); it carries how it was obtained.
+
+| to get | call |
+|---|---|
+| the noise for (ε, δ) | `calibrate(strategy, sampling, epsilon, delta)` |
+| ε or δ of given noise | `epsilon(strategy, sampling, sigma, delta)`, `delta(strategy, sampling, sigma, epsilon)` |
+| a claim checked again | `certify(strategy, sampling, sigma, epsilon, delta)` |
+| about the noise for (ε, δ), fast, for a search | `estimate(strategy, sampling, epsilon, delta)` |
+
+A search over many strategies should use `estimate` and certify only what it keeps; where several certificates are
+compared and the best is taken, tell each of them between how many (`comparisons`), and they share the failure
+probability.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 
-from quell.errors import QuellError, require_finite, require_privacy
+from quell.errors import QuellError, require_count, require_finite, require_privacy
+from quell.privacy import b_min_sep, balls_in_bins, poisson
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
-from quell.sampling import Cyclic
+from quell.privacy.guarantee import Certificate, Estimate, Guarantee
+from quell.privacy.ledger import (
+    Ledger,
+    certificate_for,
+    certified_delta,
+    certified_epsilon,
+    certified_sigma,
+    estimate_sigma,
+)
+from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.sensitivity import Sensitivity, sensitivity
 from quell.strategy.structure import Strategy
 
-SCHEMES = {Cyclic.name: Cyclic}
+SCHEMES = {Cyclic.name: Cyclic}  # what the command line offers so far; `quell.sampling.SCHEMES` lists all
 
 
-@dataclass(frozen=True)
-class Guarantee:
-    """Training with noise `noise_multiplier` (σ, per unit of clip norm, sensitivity included) is (epsilon, delta)-DP.
-
-    The unit of privacy is one example; neighbours differ by removing it from (or zeroing it in) every batch it
-    would be in.
-    """
-
-    epsilon: float
-    delta: float
-    noise_multiplier: float
-    sampling: str
-    sensitivity: Sensitivity
-    adjacency: str = "zero-out"
-    method: str = "analytic Gaussian mechanism"
-
-    def __str__(self) -> str:
-        return (
-            f"({self.epsilon:g}, {self.delta:g})-DP per example ({self.adjacency} neighbours) "
-            f"under {self.sampling} sampling, by the {self.method} with {self.sensitivity.kind} sensitivity"
-        )
-
-
-def calibrate(strategy: Strategy, sampling: Cyclic, epsilon: float, delta: float) -> Guarantee:
+def calibrate(strategy: Strategy, sampling: Scheme, epsilon: float, delta: float, comparisons: int = 1) -> Guarantee:
     """The least noise with which the strategy is (epsilon, delta)-DP under the sampling scheme.
 
     >>> from quell import strategy, workload
@@ -49,30 +47,119 @@ def calibrate(strategy: Strategy, sampling: Cyclic, epsilon: float, delta: float
     >>> dpsgd = strategy.build("identity", workload.prefix(100), scheme.participation)
     >>> round(calibrate(dpsgd, scheme, epsilon=8, delta=1e-5).noise_multiplier, 4)
     1.8981
+    >>> amplified = BallsInBins(steps=100, separation=10)
+    >>> round(calibrate(dpsgd, amplified, epsilon=8, delta=1e-5).noise_multiplier, 4)
+    1.5431
     """
     epsilon, delta = require_privacy(epsilon, delta)
-    moved = _checked_sensitivity(strategy, sampling)
-    return Guarantee(epsilon, delta, moved.value * gaussian_sigma(epsilon, delta), sampling.name, moved)
+    if isinstance(sampling, Cyclic):
+        moved = sensitivity(strategy, sampling.participation)
+        return _gaussian(epsilon, delta, moved.value * gaussian_sigma(epsilon, delta), moved)
+    ledger = _ledger(strategy, sampling)
+    sigma, certificate = certified_sigma(ledger, epsilon, delta, require_count("comparisons", comparisons))
+    return _guarantee(epsilon, delta, sigma, sampling, ledger, certificate)
 
 
-def epsilon(strategy: Strategy, sampling: Cyclic, noise_multiplier: float, delta: float) -> Guarantee:
+def epsilon(
+    strategy: Strategy, sampling: Scheme, noise_multiplier: float, delta: float, comparisons: int = 1
+) -> Guarantee:
     """The smallest ε that noise `noise_multiplier` buys at this delta."""
-    moved = _checked_sensitivity(strategy, sampling)
-    sigma = _checked_noise(noise_multiplier) / moved.value
-    return Guarantee(gaussian_epsilon(sigma, delta), delta, noise_multiplier, sampling.name, moved)
+    sigma = _checked_noise(noise_multiplier)
+    _, delta = require_privacy(1.0, delta)
+    if isinstance(sampling, Cyclic):
+        moved = sensitivity(strategy, sampling.participation)
+        return _gaussian(gaussian_epsilon(sigma / moved.value, delta), delta, sigma, moved)
+    ledger = _ledger(strategy, sampling)
+    found, certificate = certified_epsilon(ledger, sigma, delta, require_count("comparisons", comparisons))
+    return _guarantee(found, delta, sigma, sampling, ledger, certificate)
 
 
-def delta(strategy: Strategy, sampling: Cyclic, noise_multiplier: float, epsilon: float) -> Guarantee:
+def delta(
+    strategy: Strategy, sampling: Scheme, noise_multiplier: float, epsilon: float, comparisons: int = 1
+) -> Guarantee:
     """The smallest δ that noise `noise_multiplier` buys at this epsilon."""
-    moved = _checked_sensitivity(strategy, sampling)
-    sigma = _checked_noise(noise_multiplier) / moved.value
-    return Guarantee(epsilon, gaussian_delta(sigma, epsilon), noise_multiplier, sampling.name, moved)
+    sigma, epsilon = _checked_noise(noise_multiplier), require_finite("epsilon", epsilon)
+    if isinstance(sampling, Cyclic):
+        moved = sensitivity(strategy, sampling.participation)
+        return _gaussian(epsilon, gaussian_delta(sigma / moved.value, epsilon), sigma, moved)
+    ledger = _ledger(strategy, sampling)
+    found, certificate = certified_delta(ledger, sigma, epsilon, require_count("comparisons", comparisons))
+    return _guarantee(epsilon, found, sigma, sampling, ledger, certificate)
 
 
-def _checked_sensitivity(strategy: Strategy, sampling: Cyclic) -> Sensitivity:
-    if type(sampling) not in SCHEMES.values():
-        raise QuellError(f"no accountant prices {type(sampling).__name__}: use one of {', '.join(SCHEMES)}")
-    return sensitivity(strategy, sampling.participation)
+def certify(
+    strategy: Strategy,
+    sampling: Scheme,
+    noise_multiplier: float,
+    epsilon: float,
+    delta: float,
+    comparisons: int = 1,
+) -> Guarantee:
+    """The guarantee that noise `noise_multiplier` is (epsilon, delta)-DP, computed anew; refused where it is not.
+
+    >>> from quell import strategy, workload
+    >>> scheme = Cyclic(steps=100, separation=10)
+    >>> dpsgd = strategy.build("identity", workload.prefix(100), scheme.participation)
+    >>> certify(dpsgd, scheme, 1.9, epsilon=8, delta=1e-5).certified
+    True
+    """
+    sigma = _checked_noise(noise_multiplier)
+    epsilon, delta = require_privacy(epsilon, delta)
+    if isinstance(sampling, Cyclic):
+        moved = sensitivity(strategy, sampling.participation)
+        bought = gaussian_delta(sigma / moved.value, epsilon)
+        if bought > delta * (1 + 1e-9):
+            raise QuellError(
+                f"noise {sigma:g} is not ({epsilon:g}, {delta:g})-DP: delta is {bought:.3g}; calibrate again"
+            )
+        return _gaussian(epsilon, delta, sigma, moved)
+    ledger = _ledger(strategy, sampling)
+    certificate = certificate_for(ledger, sigma, epsilon, delta, require_count("comparisons", comparisons))
+    return _guarantee(epsilon, delta, sigma, sampling, ledger, certificate)
+
+
+def estimate(strategy: Strategy, sampling: Scheme, epsilon: float, delta: float) -> Estimate:
+    """About the noise that `calibrate` would return, in a fraction of its time; no claim can rest on it."""
+    epsilon, delta = require_privacy(epsilon, delta)
+    if isinstance(sampling, Cyclic):
+        sigma, error = calibrate(strategy, sampling, epsilon, delta).noise_multiplier, 0.0
+    else:
+        sigma, error = estimate_sigma(_ledger(strategy, sampling), epsilon, delta)
+    return Estimate(epsilon, delta, sigma, sampling.name, error)
+
+
+@lru_cache(maxsize=4)
+def _ledger(strategy: Strategy, sampling: Scheme) -> Ledger:
+    match sampling:
+        case BallsInBins():
+            return balls_in_bins.ledger_of(strategy, sampling)
+        case Poisson() | CyclicPoisson():
+            return poisson.ledger_of(strategy, sampling)
+        case BMinSep():
+            return b_min_sep.ledger_of(strategy, sampling)
+    raise QuellError(f"no accountant prices {type(sampling).__name__}: use one of the schemes of quell.sampling")
+
+
+def _gaussian(epsilon: float, delta: float, sigma: float, moved: Sensitivity) -> Guarantee:
+    bracket = (gaussian_delta(sigma / moved.lower, epsilon), gaussian_delta(sigma / moved.value, epsilon))
+    return Guarantee(epsilon, delta, sigma, Cyclic.name, moved, Cyclic.adjacency, bracket=bracket)
+
+
+def _guarantee(
+    epsilon: float, delta: float, sigma: float, sampling: Scheme, ledger: Ledger, certificate: Certificate
+) -> Guarantee:
+    return Guarantee(
+        epsilon,
+        delta,
+        sigma,
+        sampling.name,
+        ledger.sensitivity,
+        sampling.adjacency,
+        certificate.method,
+        (certificate.lower, certificate.upper),
+        certificate.failure,
+        certificate.sampling_free,
+    )
 
 
 def _checked_noise(noise_multiplier: float) -> float:

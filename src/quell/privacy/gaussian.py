@@ -4,8 +4,8 @@
 
 Both terms can be tiny and nearly equal, and e^ε overflows, so the formula is never evaluated as it stands.
 Because e^ε·φ(b) = φ(a), it equals φ(a)·(M(−a) − M(−b)) with the Mills ratio M(x) = Φ(−x)/φ(x) =
-√(π/2)·erfcx(x/√2), which neither under- nor overflows. Results that go into a claim are rounded to the private
-side: σ and ε up.
+√(π/2)·erfcx(x/√2), which neither under- nor overflows. When σ is large the two ratios nearly agree, and
+their difference is taken as the integral of −M'(x) = 1 − x·M(x). Results are rounded to the private side: up.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 from scipy import special
 
+from quell._types import Array
 from quell.errors import QuellError, require_finite, require_privacy
 
-_SAFETY = 1e-12  # relative step by which a root is moved to the private side
+_SAFETY = 1e-11  # relative step by which results are moved to the private side, above their rounding
+_LEAST = 1e-300  # Gaussian noise never has δ = 0, even where exp underflows
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 
 
 def gaussian_delta(sigma: float, epsilon: float) -> float:
@@ -31,9 +35,14 @@ def gaussian_delta(sigma: float, epsilon: float) -> float:
         raise QuellError(f"sigma={sigma:g} must be positive and epsilon={epsilon:g} must not be negative")
     a, b = 0.5 / sigma - epsilon * sigma, -0.5 / sigma - epsilon * sigma
     density = math.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
-    if a > 0:  # the first term is at least one half: nothing cancels that matters
-        return float(special.ndtr(a)) - density * _mills(-b)
-    return density * (_mills(-a) - _mills(-b))
+    if sigma >= 1:  # the two Mills ratios are close: integrate the derivative, 1 − x·M(x) > 0, between them
+        points = -a + (0.5 / sigma) * (_NODES + 1.0)
+        delta = density * (0.5 / sigma) * float(np.sum(_WEIGHTS * (1.0 - points * _mills(points))))
+    elif a > 0:  # the first term is at least one half, and the second well below it
+        delta = float(special.ndtr(a)) - density * float(_mills(-b))
+    else:
+        delta = density * float(_mills(-a) - _mills(-b))
+    return max(delta * (1 + _SAFETY), _LEAST)
 
 
 def gaussian_sigma(epsilon: float, delta: float) -> float:
@@ -67,8 +76,8 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
     return _bisect(lambda e: gaussian_delta(sigma, e) <= delta, low, high) * (1 + _SAFETY)
 
 
-def _mills(x: float) -> float:
-    return math.sqrt(math.pi / 2) * float(special.erfcx(x / math.sqrt(2)))
+def _mills(x: float | Array) -> Array:
+    return np.asarray(math.sqrt(math.pi / 2) * special.erfcx(np.asarray(x) / math.sqrt(2)))
 
 
 def _bisect(private: Callable[[float], bool], low: float, high: float) -> float:

@@ -87,8 +87,8 @@ class Batches:
         step = require_count("step", step, least=0)
         if step > most:
             raise QuellError(
-                f"step {step:,} is beyond the {self.scheme.steps:,} steps that the guarantee covers: make a new plan, or "
-                f"stop after step {self.scheme.steps - 1:,}"
+                f"step {step:,} is beyond the {self.scheme.steps:,} steps that the guarantee covers: make a new plan, "
+                f"or stop after step {self.scheme.steps - 1:,}"
             )
         return step
 

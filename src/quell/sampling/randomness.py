@@ -49,7 +49,7 @@ def grouped(key: bytes, purpose: str, examples: int, groups: int) -> tuple[NDArr
     for block, first in enumerate(range(0, examples, _BLOCK)):
         starts[1:] += np.bincount(_groups_of(key, purpose, block, first, examples, groups), minlength=groups)
     starts = np.cumsum(starts)
-    order = np.empty(examples, dtype=np.uint32 if examples < 2**32 else np.uint64)
+    order: NDArray[np.unsignedinteger] = np.empty(examples, dtype=np.uint32 if examples < 2**32 else np.uint64)
     free = starts[:-1].copy()
     for block, first in enumerate(range(0, examples, _BLOCK)):
         chosen = _groups_of(key, purpose, block, first, examples, groups)

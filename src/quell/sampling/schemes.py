@@ -1,12 +1,12 @@
 """The sampling schemes, each one small frozen object.
 
-| scheme | who is in the batch of step t | priced by (`quell.privacy`) | strategies it takes |
+| scheme | who is in the batch of step t | priced by (`quell.privacy`) | takes |
 |---|---|---|---|
 | `Cyclic` | the same fixed batches every epoch | Gaussian mechanism, no amplification | any |
 | `BallsInBins` | everyone whose bin, drawn once, is t mod b | mixture of b Gaussians | C ≥ 0 |
-| `Poisson` | everyone by an independent coin | PLD of subsampled Gaussians | one band |
-| `CyclicPoisson` | the members of group t mod g, by independent coins | the same, ⌈n/g⌉ of them | at most g bands |
-| `BMinSep` | by coin, whoever did not take part in the last b−1 steps | mixture over a Markov chain | C ≥ 0, at most b bands |
+| `Poisson` | everyone by an independent coin | PLD of subsampled Gaussians | 1 band |
+| `CyclicPoisson` | the members of group t mod g, by independent coins | the same, ⌈n/g⌉ of them | g bands |
+| `BMinSep` | by coin, whoever did not take part in the last b−1 steps | mixture over a Markov chain | C ≥ 0, b bands |
 
 What a scheme cannot do cannot be written down: the bins of `BallsInBins` have no option to be drawn again. Drawing
 them anew every epoch is a different scheme ("random allocation") whose participations can be two steps apart.
@@ -147,8 +147,8 @@ class CyclicPoisson:
         """The scheme whose batches hold this share of the examples in expectation: rate = groups · fraction."""
         if not 0 < require_finite("fraction", fraction) * groups <= 1:
             raise QuellError(
-                f"groups={groups} cannot give batches with a share of {fraction:g} of the data: a group holds 1/{groups} "
-                f"of it, so use at most {int(1 / fraction)} groups"
+                f"groups={groups} cannot give batches with a share of {fraction:g} of the data: a group holds "
+                f"1/{groups} of it, so use at most {int(1 / fraction)} groups"
             )
         return cls(steps, groups, groups * fraction)
 
@@ -193,8 +193,8 @@ class BMinSep:
         waiting = 1.0 - (separation - 1) * require_finite("fraction", fraction)
         if not 0 < fraction <= waiting * (1 + 1e-12):
             raise QuellError(
-                f"separation={separation} cannot give batches with a share of {fraction:g} of the data: an example would "
-                f"have to return after {int(1 / fraction)} steps on average, so separate by at most that"
+                f"separation={separation} cannot give batches with a share of {fraction:g} of the data: an example "
+                f"would have to return after {int(1 / fraction)} steps on average, so separate by at most that"
             )
         return cls(steps, separation, min(1.0, fraction / waiting))
 

@@ -39,7 +39,7 @@ def blt(
         raise QuellError(f"buffers={buffers} are more than a blt can use: beyond {_MOST_BUFFERS} nothing improves")
 
     if buffers == 0:  # independent noise, the best there is for full batches
-        solution = np.zeros((4, 0))
+        solution = np.zeros((2, 0))
 
     def search(watch: Watch) -> Solution:
         from quell.algebra.blt_optimise import choose_buffers, optimise_blt
@@ -56,11 +56,14 @@ def blt(
             found, how = optimise_blt(
                 workload.steps, buffers, poles=poles, participations=k, separation=b, objective=kind, on_iteration=watch
             )
-        return np.array([found.scales, found.gaps, found.noising_scales, found.noising_gaps]).reshape(4, -1), how
+        return np.array([found.gaps, found.noising_gaps]).reshape(2, -1), how
 
     parameters = {"buffers": buffers, "objective": objective}
-    numbers, how = solve("blt", workload, participation, parameters, search, solution, (4, buffers or 0))
-    found = exponentials.BLT(*(tuple(row) for row in numbers.tolist()))
+    numbers, how = solve(
+        "blt", workload, participation, parameters, search, solution, (2, None if solution is None else buffers)
+    )
+    # C decides the sensitivity and C⁻¹ makes the noise; both follow from the decays, so they cannot disagree.
+    found = exponentials.from_gaps(*numbers.tolist())
     return ToeplitzStrategy(
         "blt",
         workload.steps,

@@ -19,7 +19,7 @@ from quell.workload import Workload
 if TYPE_CHECKING:
     from quell.algebra.toeplitz import Decoder
 
-_SOLVER = 1  # raised when a better optimiser makes old cache entries worth replacing
+_SOLVER = 2  # raised when a better optimiser makes old cache entries worth replacing
 
 Solution = tuple[Array, Convergence]
 Watch = Callable[[Convergence], None]
@@ -32,11 +32,11 @@ def solve(
     parameters: dict[str, Any],
     search: Callable[[Watch], Solution],
     known: Array | None,
-    shape: tuple[int, ...],
+    shape: tuple[int | None, ...],
 ) -> tuple[Array, Convergence | None]:
     """The solution of one optimisation problem: the one that is already known, a stored one, or a fresh one."""
     if known is not None:
-        if known.shape != shape:
+        if not _fits(known, shape):
             raise QuellError(f"the given solution of {family} has shape {known.shape} instead of {shape}")
         return known, None
 
@@ -54,11 +54,28 @@ def solve(
         "workload": fingerprint(workload),
         "participation": [participation.steps, participation.separation, participation.count],
     }
-    array, facts = cache.remember(problem, fresh)
+    array, facts = cache.remember(problem, fresh, lambda entry: _fits(entry[0], shape) and _is_report(entry[1]))
     how = Convergence(**facts)
-    if not how.converged or not np.all(np.isfinite(array)):
+    if not how.converged or not _fits(array, shape):
         raise QuellError(f"the search for {family} did not converge ({how.reason.rstrip('.')}): try fewer bands")
     return array, how
+
+
+def _fits(array: Array, shape: tuple[int | None, ...]) -> bool:
+    """Whether an array has the shape, None standing for any length, and holds finite float64 numbers."""
+    lengths = len(array.shape) == len(shape) and all(b in (None, a) for a, b in zip(array.shape, shape, strict=True))
+    return lengths and array.dtype == np.float64 and bool(np.all(np.isfinite(array)))
+
+
+def _is_report(facts: dict[str, Any]) -> bool:
+    kinds = {"iterations": int, "evaluations": int, "loss": float, "gradient_norm": float, "last_improvement": float}
+    return (
+        isinstance(facts, dict)
+        and set(facts) == {*kinds, "converged", "reason"}
+        and all(isinstance(facts[name], kind) for name, kind in kinds.items())
+        and facts["converged"] is True
+        and isinstance(facts["reason"], str)
+    )
 
 
 def fingerprint(workload: Workload) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quell._types import Array
@@ -66,7 +67,10 @@ def build(
     if solution is not None:
         given["solution"] = solution
     strategy = family.build(workload, participation, **given)
-    return strategy.column_normalised() if normalise and isinstance(strategy, ToeplitzStrategy) else strategy
+    if not family.normalisable or not isinstance(strategy, ToeplitzStrategy):
+        return strategy
+    strategy = strategy.column_normalised() if normalise else strategy
+    return replace(strategy, parameters={**strategy.parameters, "column_normalise": normalise})
 
 
 def find(name: str) -> Family:

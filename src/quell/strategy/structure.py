@@ -48,6 +48,12 @@ class ToeplitzStrategy:
                 raise QuellError(f"{self.family}: the strategy has coefficients that are not finite numbers")
         if self.given_noising is not None and not np.all(np.isfinite(self.coefficients)):
             raise QuellError(f"{self.family}: C overflows within {self.steps:,} steps; its noise would never cancel")
+        if self.given_coefficients is not None and self.given_noising is not None:
+            # Sensitivity comes from C and noise from C⁻¹: a promise needs them to be inverse to each other.
+            product = series.multiply(self.given_coefficients, self.given_noising, self.steps)
+            product[0] -= 1.0
+            if not float(np.max(np.abs(product))) <= 1e-9:
+                raise QuellError(f"{self.family}: the given C and C^-1 are not inverse to each other")
 
     def __repr__(self) -> str:
         return describe(self)
@@ -132,8 +138,7 @@ class ToeplitzStrategy:
     def column_normalised(self) -> ToeplitzStrategy:
         """The same strategy with every column of C scaled to norm 1 (Proposition 7 of arXiv:2601.22334)."""
         scale = 1.0 / np.sqrt(self.tail_energy)
-        parameters = {**self.parameters, "column_normalise": True}
-        return replace(self, column_scale=scale, parameters=parameters)
+        return replace(self, column_scale=scale)
 
 
 @dataclass(frozen=True, eq=False)

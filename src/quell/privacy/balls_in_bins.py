@@ -1,0 +1,140 @@
+"""The accountant of balls-in-bins sampling, for any strategy with C ≥ 0.
+
+P is a mixture of b Gaussians, Q the one without the example (arXiv:2410.06266): for non-negative C that pair dominates
+every adaptive run. Independent noise is exact (`orthogonal`), one bin is the Gaussian mechanism, everything else
+is importance sampling with a certificate (`importance`). δ never exceeds that of the Gaussian mechanism at
+max_j ‖m_j‖, because the mixture is no easier to tell from Q than its worst component.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quell.errors import QuellError
+from quell.privacy import importance, orthogonal
+from quell.privacy.bin_pair import BinPair
+from quell.privacy.bins import Bins, bins_of
+from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
+from quell.privacy.guarantee import Certificate
+from quell.privacy.ledger import round_up
+from quell.privacy.tilting import sampling_free
+from quell.sampling import BallsInBins
+from quell.sensitivity import Sensitivity
+from quell.strategy.structure import Strategy
+
+_FEW = 4  # different bin sizes up to which independent noise is convolved exactly
+_ROUGH, _CAREFUL = 384, 1536  # pilot draws per proposal
+
+
+@dataclass(frozen=True, eq=False)
+class BinLedger:
+    """Balls-in-bins accounting for one strategy; see `quell.privacy.ledger.Ledger`."""
+
+    bins: Bins
+
+    @classmethod
+    def of(cls, strategy: Strategy, sampling: BallsInBins) -> BinLedger:
+        return cls(bins_of(strategy, sampling))
+
+    @property
+    def reach(self) -> float:
+        """max_j ‖m_j‖."""
+        return math.sqrt(float(self.bins.energies.max()))
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        lower = self.reach if self.bins.exact else math.sqrt(float(self.bins.energies.min()))
+        return Sensitivity(self.reach, lower, "the heaviest bin")
+
+    @property
+    def statistical(self) -> bool:
+        return self.bins.count > 1 and self._levels is None
+
+    def guess(self, epsilon: float, delta: float) -> float:
+        """Where the bound without draws is 30 δ, for the bins of the first row."""
+        row = self.bins.table[0] if self.bins.exact else self.bins.table
+        circle = Bins(np.maximum(row, np.concatenate([row[:1], row[:0:-1]])))
+        low, high = math.log(0.02 * self.reach), math.log(self.safe_sigma(epsilon, delta))
+        for _ in range(18):
+            middle = 0.5 * (low + high)
+            free = sampling_free(BinPair(circle, math.exp(middle)), "remove", epsilon)
+            low, high = (middle, high) if free > min(0.5, 30 * delta) else (low, middle)
+        return math.exp(high)
+
+    def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
+        if not self.statistical:
+            exact = self._exact(sigma, epsilon, orthogonal.FINE if careful else orthogonal.COARSE)
+            return exact[1], 0.0
+        pair = BinPair(self.bins, sigma)
+        size = _CAREFUL if careful else _ROUGH
+        remove = importance.pilot(pair, "remove", epsilon, size, 1e-7)
+        if sampling_free(pair, "add", epsilon) < 0.1 * remove.estimate:
+            return remove.estimate, remove.error / max(remove.estimate, 1e-300)
+        add = importance.pilot(pair, "add", epsilon, size, 1e-7)
+        worst = max(remove, add, key=lambda each: each.estimate)
+        return worst.estimate, worst.error / max(worst.estimate, 1e-300)
+
+    def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
+        return self._scouted(sigma, epsilon, failure).expected_upper if self.statistical else 0.0
+
+    def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
+        pair = BinPair(self.bins, sigma)
+        plain = gaussian_delta(sigma / self.reach, epsilon)
+        free = min(plain, max(sampling_free(pair, "remove", epsilon), sampling_free(pair, "add", epsilon)))
+        slack = (1 + math.exp(epsilon)) * self.bins.slack / (2 * sigma)  # Pinsker, on both neighbours
+        if not self.statistical:
+            lower, upper = self._exact(sigma, epsilon, orthogonal.FINE)
+            gauss = upper == plain
+            method = "analytic Gaussian mechanism" if gauss else "exact convolution of independent bins"
+            return Certificate(lower, upper + slack, method, 0.0, upper + slack)
+        found = importance.certify(pair, epsilon, failure, self._scouted(sigma, epsilon, failure))
+        lower = found.lower if self.bins.exact else 0.0  # a dominating pair says nothing from below
+        if free <= found.upper:
+            return Certificate(lower, free + slack, "Rényi and Gaussian bounds, no draws", 0.0, free + slack)
+        return Certificate(lower, found.upper + slack, found.method, failure, free + slack)
+
+    def safe_sigma(self, epsilon: float, delta: float) -> float:
+        return self.reach * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
+
+    def safe_epsilon(self, sigma: float, delta: float) -> float:
+        return gaussian_epsilon(sigma / self.reach, delta)
+
+    def _scouted(self, sigma: float, epsilon: float, failure: float) -> importance.Scouted:
+        key = sigma, epsilon, failure
+        if key not in self._scouts:
+            self._scouts.clear()
+            self._scouts[key] = importance.scout(BinPair(self.bins, sigma), epsilon, failure, _CAREFUL)
+        return self._scouts[key]
+
+    @cached_property
+    def _scouts(self) -> dict[tuple[float, float, float], importance.Scouted]:
+        return {}
+
+    @cached_property
+    def _levels(self) -> list[tuple[float, int]] | None:
+        """(‖m_j‖², number of bins) where no two bins overlap and few sizes occur; sizes rounded up to nine digits."""
+        if not self.bins.is_orthogonal:
+            return None
+        sizes = Counter(round_up(float(energy), 9) for energy in self.bins.energies)
+        return sorted(sizes.items()) if len(sizes) <= _FEW else None
+
+    def _exact(self, sigma: float, epsilon: float, grid: int) -> tuple[float, float]:
+        """[lower, upper]; at large ε the convolution has few digits left and the Gaussian bound is the smaller."""
+        plain = gaussian_delta(sigma / self.reach, epsilon)
+        if self.bins.count == 1:
+            return plain, plain
+        levels = [(energy / (2 * sigma**2), count) for energy, count in self._levels or []]
+        both = [orthogonal.orthogonal_delta(levels, way, epsilon, grid) for way in importance.DIRECTIONS]
+        return max(low for low, _ in both) * (1 - 1e-6), min(max(high for _, high in both), plain)
+
+
+def ledger_of(strategy: Strategy, sampling: BallsInBins) -> BinLedger:
+    """The ledger, refused where the strategy and the scheme do not belong together."""
+    if strategy.steps != sampling.steps:
+        raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {sampling.steps:,}")
+    return BinLedger.of(strategy, sampling)

@@ -1,0 +1,98 @@
+"""The accountant of Poisson and cyclic Poisson sampling, by dp-accounting's privacy loss distributions.
+
+With g groups and C of at most g bands, the columns of C that one example can touch do not overlap, so its
+participations are ⌈n/g⌉ adaptively composed Gaussian mechanisms of noise σ/‖column‖, each entered with probability rate
+(arXiv:2306.08153, Theorem 2; g = 1 is DP-SGD, arXiv:1607.00133). Signs of C do not matter here. The library composes
+pessimistic discretisations for the upper end and optimistic ones for the lower.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from quell.errors import QuellError
+from quell.privacy.gaussian import gaussian_epsilon, gaussian_sigma
+from quell.privacy.guarantee import Certificate
+from quell.sampling import CyclicPoisson, Poisson
+from quell.sensitivity import Sensitivity
+from quell.strategy.structure import Strategy, TreeStrategy
+
+_COARSE, _FINE = 1e-3, 1e-4  # discretisation of losses, per unit of ε below 1
+_NO_LOSS = 1e-13  # what truncation in the library adds to a δ that is 0
+
+
+@dataclass(frozen=True)
+class PoissonLedger:
+    """`rounds` compositions at `rate` with the largest column of norm `column`; see `quell.privacy.ledger.Ledger`."""
+
+    rounds: int
+    rate: float
+    column: float
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        return Sensitivity(self.column, self.column, "one participation: the largest column norm")
+
+    @property
+    def statistical(self) -> bool:
+        return False
+
+    def guess(self, epsilon: float, delta: float) -> float:
+        often = max(self.rate * math.sqrt(self.rounds), 1e-3)
+        return self.column * min(gaussian_sigma(epsilon, delta) * max(often, 0.3), self.safe_sigma(epsilon, delta))
+
+    def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
+        spacing = (_FINE if careful else _COARSE) * min(1.0, epsilon)
+        return float(self._composed(sigma, spacing, True).get_delta_for_epsilon(epsilon)), 0.0
+
+    def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
+        return 0.0
+
+    def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
+        spacing = _FINE * min(1.0, epsilon)
+        upper = float(self._composed(sigma, spacing, True).get_delta_for_epsilon(epsilon))
+        lower = float(self._composed(sigma, spacing, False).get_delta_for_epsilon(epsilon))
+        method = f"privacy loss distribution of {self.rounds:,} subsampled Gaussians (dp-accounting)"
+        return Certificate(max(0.0, lower - _NO_LOSS), upper, method, 0.0, upper)
+
+    def safe_sigma(self, epsilon: float, delta: float) -> float:
+        return self.column * math.sqrt(self.rounds) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
+
+    def safe_epsilon(self, sigma: float, delta: float) -> float:
+        return gaussian_epsilon(sigma / (self.column * math.sqrt(self.rounds)), delta)
+
+    def _composed(self, sigma: float, spacing: float, pessimistic: bool) -> Any:
+        # Heavy, untyped, and only this accountant needs it.
+        privacy_loss_distribution = import_module("dp_accounting.pld.privacy_loss_distribution")
+        once = privacy_loss_distribution.from_gaussian_mechanism(
+            sigma / self.column,
+            pessimistic_estimate=pessimistic,
+            value_discretization_interval=spacing,
+            sampling_prob=self.rate,
+            use_connect_dots=pessimistic,
+        )
+        return once.self_compose(self.rounds)
+
+
+def ledger_of(strategy: Strategy, sampling: Poisson | CyclicPoisson) -> PoissonLedger:
+    """The ledger, refused where the strategy has more bands than the scheme has groups."""
+    if strategy.steps != sampling.steps:
+        raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {sampling.steps:,}")
+    bands = strategy.steps if isinstance(strategy, TreeStrategy) else strategy.bands
+    if bands > sampling.groups:
+        raise QuellError(f"{strategy!r} has {bands:,} bands in C, but {_valid(sampling, bands, strategy.steps)}")
+    rounds = -(-sampling.steps // sampling.groups)
+    return PoissonLedger(rounds, sampling.rate, float(strategy.column_norms.max()) * (1 + 1e-12))
+
+
+def _valid(sampling: Poisson | CyclicPoisson, bands: int, steps: int) -> str:
+    """Which combinations can be priced instead."""
+    instead = "use balls_in_bins, which takes any C >= 0"
+    if bands < steps:
+        instead += f", or cyclic_poisson with at least {bands:,} groups"
+    if isinstance(sampling, Poisson):
+        return f"poisson sampling is priced for independent noise (1 band) only: {instead}"
+    return f"cyclic_poisson with {sampling.groups} groups is priced for at most {sampling.groups} bands: {instead}"

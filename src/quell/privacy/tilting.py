@@ -1,0 +1,196 @@
+"""Proposals for rare privacy losses, each with a proven bound on its weights.
+
+An example that takes part in the random pattern π moves the output by m_π, so the accountant compares
+
+    P = E_π N(m_π, σ²I)   with   Q = N(0, σ²I).      S = dP/dQ = E_π exp(u_π − α_π),   L = ln S,
+
+with u_π = ⟨m_π, y⟩/σ², α_π = ‖m_π‖²/2σ². The two directions of δ at ε are expectations of convex functions of S:
+
+    remove:  E_Q (S − e^ε)₊        add:  E_Q (1 − e^ε·S)₊
+
+and both are rare events. A proposal R with density ρ = dR/dQ turns them into averages of X = (…)₊/ρ over draws from R.
+Two families are mixed:
+
+* `Tilt(θ, extra)`, θ ≥ 1: N(θ·m_1 + m_2 + … + m_{1+extra}, σ²I). The first pattern is drawn as it is, every further one
+  in proportion to exp⟨m, what is there already⟩/σ². Without extras this is the mixture itself, moved θ times as far;
+  its density is ρ_θ = E_π exp(θu_π − θ²α_π) ≥ S^θ·exp(−θ(θ−1)·max α) by Jensen. With θ = 1 the extras aim at Q·S^c,
+  c = 1 + extra, the best exponential tilt there is. The density is then a sum over tuples that nobody can evaluate, and
+  need not be: with the tuple kept as an auxiliary variable the weight is exact when ρ is replaced by ρ_θ·S^extra/Z and
+  X is multiplied by A/Z, where A = Π E_π exp⟨m_π, what is there already⟩/σ², over the extras, is known for every draw
+  and Z is any constant. By Hölder A ≤ Π_{i<extra} max_π' E_π exp((θ+i)·⟨m_π, m_π'⟩/σ²).
+* `Mean(s)`: N(s·m̄, σ²I), m̄ = E_π m_π. Its density is exp(s·ū − s²·ā), ū = E_π u_π, ā = ‖m̄‖²/2σ². For s < 0 it
+  bounds weights where S is small: S ≥ exp(ū − ᾱ) by Jensen, ᾱ = E α_π, hence ρ ≥ exp(s·(L + ᾱ) − s²·ā).
+
+Each family bounds X on the whole event, because ρ is at least its own share w·ρ_k of the mixture:
+
+    remove, c = θ + extra:  X ≤ κ(c)·e^{−(c−1)ε}·exp(θ(θ−1)·max α)·Z/w, times the largest A/Z among the proposals
+    add, s = −shift:        X ≤ κ(s+1)·e^{−s(ε−ᾱ) + s²ā}/w
+    κ(c) = max_x e^{−(c−1)x}(1 − e^{−x}) = ((c−1)/c)^{c−1}/c.
+
+Since R has total mass one, the same bounds with w = 1 are bounds on δ that need no draws at all (`sampling_free`): the
+first is a Rényi divergence of order c, bounded by Hölder.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from quell._types import Array
+
+Direction = Literal["remove", "add"]
+_MOST_EXTRA = 96  # beyond it a tuple costs more to draw than it gains
+_ROUNDING = 1e-9  # added to the logarithm of every bound
+
+
+@dataclass(frozen=True)
+class Tilt:
+    """Towards the example: one pattern θ times, and `extra` patterns drawn to go with it."""
+
+    theta: float
+    extra: int = 0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Along the average pattern: forwards, or backwards for a negative shift."""
+
+    shift: float
+
+
+Proposal = Tilt | Mean
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws from one proposal, reduced to what weights depend on; all (m,) but `powers`, (thetas, m)."""
+
+    loss: Array  # L
+    drift: Array  # ū = E_π u_π
+    powers: Array  # ln ρ_θ for the thetas asked for
+    auxiliary: Array  # ln A, zero where there are no extras
+
+
+class Pair(Protocol):
+    """P against Q at one σ."""
+
+    @property
+    def width(self) -> int:
+        """How many numbers one draw takes."""
+
+    @property
+    def rarest(self) -> float:
+        """ln 1/probability of the likeliest pattern, about."""
+
+    @property
+    def heaviest(self) -> float:
+        """max α."""
+
+    @property
+    def average(self) -> float:
+        """ᾱ = E α_π."""
+
+    @property
+    def centre(self) -> float:
+        """ā = ‖m̄‖²/2σ²."""
+
+    def log_most(self, tilt: Tilt) -> float:
+        """An upper bound of ln A; inf where none is known."""
+
+    def draw(self, proposal: Proposal, thetas: tuple[float, ...], count: int, random: np.random.Generator) -> Draws:
+        """Draws from one proposal."""
+
+
+def log_kappa(order: float) -> float:
+    """ln κ(c), increasing to 0 as c falls to 1."""
+    return (order - 1) * math.log((order - 1) / order) - math.log(order) if order > 1 else 0.0
+
+
+def log_bound(proposal: Proposal, pair: Pair, direction: Direction, epsilon: float, log_constant: float) -> float:
+    """ln of the bound on X·w that this proposal proves; inf where it proves none."""
+    match proposal:
+        case Tilt(theta=theta, extra=extra) if direction == "remove":
+            c = theta + extra
+            return log_kappa(c) - (c - 1) * epsilon + theta * (theta - 1) * pair.heaviest + log_constant + _ROUNDING
+        case Mean(shift=shift) if direction == "add" and shift < 0:
+            s = -shift
+            return log_kappa(s + 1) - s * (epsilon - pair.average) + s * s * pair.centre + _ROUNDING
+    return math.inf
+
+
+def sampling_free(pair: Pair, direction: Direction, epsilon: float) -> float:
+    """A bound on δ in one direction that needs no draws."""
+    if direction == "add":
+        bound = log_bound(Mean(-best_shift(pair, epsilon)), pair, direction, epsilon, 0.0)
+    else:
+        several = Tilt(1.0, best_extra(pair, epsilon))
+        bound = min(
+            log_bound(Tilt(best_power(pair, epsilon)), pair, direction, epsilon, 0.0),
+            log_bound(several, pair, direction, epsilon, pair.log_most(several)),
+        )
+    return min(1.0, math.exp(bound))
+
+
+def best_power(pair: Pair, epsilon: float) -> float:
+    """The θ with the smallest bound, near ½ + ε/2α."""
+    return max(1.0, 0.5 + epsilon / (2 * pair.heaviest))
+
+
+def best_extra(pair: Pair, epsilon: float) -> int:
+    """How many extras with θ = 1 give the smallest bound, 0 if they prove nothing."""
+    best, chosen, worse = 0.0, 0, 0
+    for extra in range(1, _MOST_EXTRA + 1):
+        tilt = Tilt(1.0, extra)
+        bound = log_bound(tilt, pair, "remove", epsilon, pair.log_most(tilt))
+        best, chosen, worse = (bound, extra, 0) if bound < best else (best, chosen, worse + 1)
+        if worse > 4:
+            break
+    return chosen
+
+
+def best_shift(pair: Pair, epsilon: float) -> float:
+    """The s with the smallest bound in direction add, from a grid that ends where the tilt reaches −ε."""
+    grid = np.concatenate([[0.5], np.geomspace(1.0, max(2.0, epsilon / (2 * pair.centre)), 40)])
+    bounds = [log_bound(Mean(-float(s)), pair, "add", epsilon, 0.0) for s in grid]
+    return float(grid[int(np.argmin(bounds))])
+
+
+def candidates(pair: Pair, direction: Direction, epsilon: float) -> list[Proposal]:
+    """Proposals worth mixing. The first is always one that proves a bound."""
+    full = epsilon / (2 * pair.centre)  # Mean(full) moves a loss without fluctuations to ε
+    if direction == "add":
+        low = best_shift(pair, epsilon)
+        high = min(full, 8 * low + 8)
+        shifts = sorted({round(s, 3) for s in (low, 0.5 * (low + high), high, 1.3 * high)})
+        return [Mean(-low), *(Mean(-s) for s in shifts if abs(s - low) > 0.05 * low)]
+    extra, theta = best_extra(pair, epsilon), best_power(pair, epsilon)
+    # One pattern alone must make up for all others: L ≥ ε as soon as u − α ≥ ε + ln 1/probability.
+    alone = min(8.0, max(1.1, 0.5 + (epsilon + pair.rarest) / (2 * pair.heaviest)))
+    chosen = [Tilt(1.0, extra)] if extra else [Tilt(theta)]
+    powers = {round(alone, 2), round(0.5 * (1 + alone), 2), *([round(theta, 2)] if theta > 1.05 else [])}
+    chosen += [Tilt(power) for power in sorted(powers) if Tilt(power) not in chosen]
+    if extra > 1:
+        chosen += [Tilt(1.5, extra), Tilt(2.0, extra), Tilt(3.0, extra - 1)]  # where one cluster of bins matters most
+    spread = min(full, 3.0 * max(extra, 2))
+    return [*chosen, Mean(0.6 * spread), Mean(spread)]
+
+
+def log_density(proposal: Proposal, draws: Draws, thetas: tuple[float, ...], pair: Pair, log_constant: float) -> Array:
+    """ln ρ at the draws, or what takes its place where there are extras."""
+    match proposal:
+        case Tilt(theta=theta, extra=extra):
+            first = draws.loss if theta == 1.0 else draws.powers[thetas.index(theta)]
+            return first + extra * draws.loss - log_constant
+        case Mean(shift=shift):
+            return shift * draws.drift - shift * shift * pair.centre
+
+
+def log_numerator(direction: Direction, epsilon: float, loss: Array) -> Array:
+    """ln (S − e^ε)₊ or ln (1 − e^ε·S)₊; −inf outside the event."""
+    beyond = loss - epsilon if direction == "remove" else -loss - epsilon
+    with np.errstate(divide="ignore"):
+        gap = np.log(-np.expm1(-np.maximum(beyond, 0.0)))
+    return np.asarray(gap + loss if direction == "remove" else gap)
