@@ -46,7 +46,8 @@ def test_a_row_has_the_documented_keys(table4):
     row = table4.row(table4.price("fractional", bands=4, gamma=0.7))
     documented = (
         "mechanism bands gamma lambda column_normalise steps epochs separation participations momentum "
-        "weight_decay epsilon delta sampling sensitivity sensitivity_kind noise_multiplier rmse maxse buffers draws "
+        "weight_decay learning_rates epsilon delta "
+        "sampling sensitivity sensitivity_kind noise_multiplier rmse maxse buffers draws "
         "dpsgd_rmse lower_bound guarantee"
     )
     assert list(row) == documented.split()

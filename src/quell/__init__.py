@@ -34,11 +34,16 @@ _HOMES = {
 }
 
 
+_ROOMS = ("bounds", "error", "privacy", "research", "sampling", "sensitivity", "strategy", "workload")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"quell.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'quell' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_ROOMS})

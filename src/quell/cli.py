@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from quell import __version__, planning, report, verification, workload
 from quell.errors import QuellError
@@ -25,7 +26,7 @@ from quell.mechanism import Mechanism, Problem
 from quell.privacy import SCHEMES
 from quell.progress import listening
 from quell.sampling import Cyclic
-from quell.setup import Setup
+from quell.setup import Setup, refuse_decay_rate
 from quell.strategy import FAMILIES, Parameter, find
 
 HELP = """
@@ -122,7 +123,7 @@ def plan(
     report.print_plan(chosen, console)
     for path in (save, plot):
         if path is not None:
-            console.print(f"Written: {path}", highlight=False)
+            console.print(f"Written: {path}", highlight=False, markup=False)
 
 
 @app.command()
@@ -210,7 +211,7 @@ def compare(
     if as_json:
         _print_json(rows)
     elif as_csv:
-        columns = [key for key in rows[0] if key != "guarantee"]
+        columns = [key for key in rows[0] if key not in ("guarantee", "solution")]
         writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
@@ -230,9 +231,11 @@ def verify(
         _print_json({"file": str(file), "true": not false, "checks": [vars(check) for check in checks]})
     elif false:
         errors.print(report.check_table(checks))
-        errors.print(f"[bold red]{file} is not a true plan[/]: {len(false)} of {len(checks)} claims fail.")
+        errors.print(
+            f"{file} is not a true plan: {len(false)} of {len(checks)} claims fail.", markup=False, style="red"
+        )
     else:
-        console.print(f"{file}: all {len(checks)} claims hold.", highlight=False)
+        console.print(f"{file}: all {len(checks)} claims hold.", highlight=False, markup=False)
     if false:
         raise typer.Exit(1)
 
@@ -271,7 +274,7 @@ def main() -> None:
     try:
         app()
     except QuellError as problem:
-        errors.print(f"[bold red]quell:[/] {problem}", highlight=False, soft_wrap=True)
+        errors.print(Text.assemble(("quell: ", "bold red"), str(problem)), soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         errors.print("quell: interrupted")
@@ -290,6 +293,7 @@ def _problem(
     sampling: str,
 ) -> Problem:
     _require_scheme(sampling)
+    refuse_decay_rate(weight_decay)
     scheme = Cyclic.from_epochs(steps, epochs) if separation is None else Cyclic(steps, separation)
     rates = None if schedule is None else workload.schedule(schedule, scheme.participation.steps)
     task = workload.sgd(steps, momentum, weight_decay, rates)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from decimal import ROUND_CEILING, Context
+from numbers import Integral, Real
 
 
 def at_least(value: float, digits: int = 6) -> str:
@@ -28,17 +29,26 @@ class QuellError(ValueError):
 
 def require_finite(name: str, value: float) -> float:
     """`value` as a float, refused when it is not a number, NaN or infinite."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise QuellError(f"{name}={value!r} is not a finite number: pass an ordinary number")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise QuellError(f"{name}={_short(value)} is not a finite number: pass an ordinary number")
+    return number
 
 
 def require_count(name: str, value: float, least: int = 1) -> int:
     """`value` as an int, refused when it is not whole or below `least`."""
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not whole or value < least:
-        raise QuellError(f"{name}={value!r} must be a whole number of at least {least}")
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not (isinstance(value, Integral) or float(value).is_integer()) or value < least:
+        raise QuellError(f"{name}={_short(value)} must be a whole number of at least {least}")
     return int(value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:40] + "…"
 
 
 def require_privacy(epsilon: float, delta: float) -> tuple[float, float]:

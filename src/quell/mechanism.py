@@ -109,6 +109,7 @@ class Problem:
             "participations": self.sampling.participation.count,
             "momentum": self.workload.momentum,
             "weight_decay": self.workload.decay,
+            "learning_rates": "constant" if self.workload.rates is None else "scheduled",
             "epsilon": guarantee.epsilon,
             "delta": guarantee.delta,
             "sampling": guarantee.sampling,

@@ -79,10 +79,15 @@ class Plan:
         target = Path(path)
         try:
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self.as_dict(), file, indent=2)
-                file.write("\n")
-            os.replace(temporary, target)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(self.as_dict(), file, indent=2)
+                    file.write("\n")
+                os.chmod(temporary, 0o644)  # a plan holds no secrets; colleagues verify it
+                os.replace(temporary, target)
+            except BaseException:
+                os.unlink(temporary)
+                raise
         except OSError as problem:
             raise QuellError(f"cannot write the plan to {target}: {problem.strerror}") from problem
 

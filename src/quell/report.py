@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from quell.errors import QuellError, at_least
@@ -80,7 +81,8 @@ def recommendation(plan: Plan) -> str:
     """What to use and what it buys, in plain sentences."""
     chosen, problem = plan.mechanism, plan.problem
     gain = problem.dpsgd.rmse / chosen.rmse
-    cost = "no extra memory" if not chosen.buffers else f"{chosen.buffers:,} model-sized buffers"
+    copies = "buffer" if chosen.buffers == 1 else "buffers"
+    cost = "no extra memory" if not chosen.buffers else f"{chosen.buffers:,} model-sized {copies}"
     draws = "one noise vector" if chosen.draws == 1 else f"{chosen.draws} noise vectors"
     return (
         f"Use {label(chosen)} with noise multiplier {at_least(chosen.noise_multiplier)}: {gain:.2f} times less error "
@@ -115,7 +117,8 @@ def check_table(checks: Sequence[Check]) -> Table:
     false = [check for check in checks if not check.holds]
     table = Table("claim", "stated", "recomputed", "", title="False claims" if false else None)
     for check in false or checks:
-        table.add_row(check.claim, _number(check.stated), _number(check.recomputed), "ok" if check.holds else "FALSE")
+        shown = (escape(text) for text in (check.claim, _number(check.stated), _number(check.recomputed)))
+        table.add_row(*shown, "ok" if check.holds else "FALSE")
     return table
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from scipy import fft
 
 from quell._types import Array
+from quell.algebra import series
 from quell.errors import QuellError
 from quell.sampling import Participation
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
@@ -164,12 +165,16 @@ def _overlapping_columns(strategy: BandedStrategy, participation: Participation)
 
 
 def _toeplitz(strategy: ToeplitzStrategy, participation: Participation) -> Sensitivity:
-    c = _padded(strategy.coefficients, participation.steps)
+    c = series.pad(strategy.coefficients, participation.steps)
     lower = _leftmost(c, participation)
     if np.all(c >= 0) and np.all(np.diff(c) <= 0):
         return Sensitivity(lower, lower, "leftmost columns: C is non-negative and non-increasing")
     bounds = {"monotone majorant of |C|": _leftmost(_majorant(c), participation)}
-    if participation.count <= _MOST_RANKS and participation.count * participation.steps <= 1e9:
+    if bounds["monotone majorant of |C|"] <= lower * (1 + _MEETS):
+        return Sensitivity(
+            max(*bounds.values(), lower), lower, "leftmost columns: |C| is non-increasing up to rounding"
+        )
+    if participation.count <= _MOST_RANKS and participation.count * participation.steps <= 2e8:
         bounds["rank by rank, from the correlations of |C|"] = _correlation_bound(np.abs(c), participation)
     if np.any(c < 0) and participation.steps <= _DENSE:
         bounds["row by row, from the Gram matrix"] = row_wise_bound(strategy.matrix(), participation)
@@ -193,7 +198,7 @@ def _correlation_bound(c: Array, participation: Participation) -> float:
 
 def _scaled_toeplitz(strategy: ToeplitzStrategy, scale: Array, participation: Participation) -> Sensitivity:
     n, b, k = participation.steps, participation.separation, participation.count
-    c, scale = _padded(strategy.coefficients, n), np.abs(scale)
+    c, scale = series.pad(strategy.coefficients, n), np.abs(scale)
     total = np.zeros(n)
     for start in participation.first_steps():
         total[start:] += c[: n - start] * scale[start]
@@ -253,7 +258,3 @@ def _majorant(c: Array) -> Array:
 
 def _worst_from(values: Array) -> Array:
     return np.asarray(np.maximum.accumulate(values[::-1])[::-1])
-
-
-def _padded(values: Array, n: int) -> Array:
-    return np.concatenate([values[:n], np.zeros(max(0, n - len(values)))])

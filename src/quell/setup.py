@@ -16,6 +16,15 @@ from quell.errors import QuellError, require_count, require_finite, require_priv
 from quell.sampling import Cyclic
 
 
+def refuse_decay_rate(weight_decay: float) -> None:
+    """Refuse what is likely an optimizer's decay rate where the factor α on the weights is meant."""
+    if 0 <= require_finite("weight_decay", weight_decay) < 0.5:
+        raise QuellError(
+            f"weight_decay={weight_decay:g} must be the factor that multiplies the weights each step, such as "
+            f"0.9999: for an optimizer with learning rate lr and that weight_decay, 1 - lr*{weight_decay:g}"
+        )
+
+
 @dataclass(frozen=True)
 class Setup:
     """A training run: data, optimizer, privacy budget, and what its noise may cost.
@@ -50,17 +59,17 @@ class Setup:
         epsilon, delta = require_privacy(self.epsilon, self.delta)
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", delta)
-        if 0 <= require_finite("weight_decay", self.weight_decay) < 0.5:
-            raise QuellError(
-                f"weight_decay={self.weight_decay:g} must be the factor that multiplies the weights each step, such as "
-                f"0.9999: for an optimizer with learning rate lr and that weight_decay, 1 - lr*{self.weight_decay:g}"
-            )
+        refuse_decay_rate(self.weight_decay)
         if self.memory is not None and require_finite("memory", self.memory) < 0:
             raise QuellError(
                 f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without buffers"
             )
         if self.learning_rates is not None and not isinstance(self.learning_rates, str):
-            object.__setattr__(self, "learning_rates", tuple(float(rate) for rate in self.learning_rates))
+            try:
+                rates = tuple(float(rate) for rate in self.learning_rates)
+            except (TypeError, ValueError, OverflowError):
+                raise QuellError("learning_rates must be a schedule's name, or one number per step") from None
+            object.__setattr__(self, "learning_rates", rates)
         self.workload  # noqa: B018 - validates momentum, weight decay and schedule
 
     @property
@@ -89,9 +98,15 @@ class Setup:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a careful colleague would point out before the run."""
+        found = []
         if self.delta * self.examples > 1:
-            return (
+            found.append(
                 f"delta={self.delta:g} is above 1/examples={1 / self.examples:.2g}: "
-                "a guarantee with such a delta would allow an example to be published outright",
+                "a guarantee with such a delta would allow an example to be published outright"
             )
-        return ()
+        if left := self.examples % self.batch_size:
+            found.append(
+                f"{self.examples:,} examples do not divide into batches of {self.batch_size:,}: an epoch has "
+                f"{self.steps_per_epoch:,} steps, and the {left:,} left over make some batches larger"
+            )
+        return tuple(found)

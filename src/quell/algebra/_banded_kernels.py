@@ -26,19 +26,19 @@ flat, with a position and a stride, because that is how their windows slide.
 # mypy: disallow-untyped-calls=False
 
 import math
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from quell.algebra._compile import compiled
+
 TILE = 8  # rows and columns of a register tile; blocks and windows are multiples of it
-_FAST: dict[str, Any] = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy", "nogil": True}
 
 
-@njit(**_FAST)
+@compiled()
 def banded_loss_and_gradient(theta, inverse_norms, inverse, weights, window, block, segment, gradient, dots):
     """Σ v_i W_ii and its gradient in theta (written to `gradient`); inf, and no gradient, if W overflows.
 
@@ -94,7 +94,7 @@ def banded_loss_and_gradient(theta, inverse_norms, inverse, weights, window, blo
     return loss
 
 
-@njit(**_FAST)
+@compiled()
 def banded_variances(bands, step, window, block, segment, out):
     """out[i] = W_ii for E with row bands `bands[i * step]` (step 0: every row the same)."""
     both, stride = window + block, row_stride(window, segment)
@@ -114,7 +114,7 @@ def banded_variances(bands, step, window, block, segment, out):
             out[first + i] = w[(window + i) * (stride + 1)]
 
 
-@njit(**_FAST)
+@compiled()
 def forced_variances(bands, step, forcing, out):
     """out[i] = Var θ_i for E θ = T(forcing) z, row by row: few bands, any number of forcing coefficients.
 
@@ -155,7 +155,7 @@ def forced_variances(bands, step, forcing, out):
         out[i] = total
 
 
-@njit(**_FAST)
+@compiled()
 def multiply_bands(left, left_step, right, right_step, out):
     """out[i, d] = Σ_a left[i, a] right[i-a, d-a], entries left of column zero taken as zero."""
     for i in range(out.shape[0]):
@@ -166,7 +166,7 @@ def multiply_bands(left, left_step, right, right_step, out):
                 target[b] += factor * row[b]
 
 
-@njit(**_FAST)
+@compiled()
 def column_norms(theta, out):
     """out[j] = norm of column j. False if a diagonal entry is not positive: then theta is no strategy."""
     n, bands = theta.shape
@@ -184,7 +184,7 @@ def column_norms(theta, out):
     return True
 
 
-@njit(**_FAST)
+@compiled()
 def divide_columns(bands, divisors):
     """Divide column j by divisors[j], in place; entries outside the matrix become zero."""
     for t in range(bands.shape[0]):
@@ -195,7 +195,7 @@ def divide_columns(bands, divisors):
         row[here:] = 0.0
 
 
-@njit(**_FAST)
+@compiled()
 def fill_rows(theta, inverse_norms, inverse, first, window, block, strip, x):
     """x = the rows from `first` of E = C·A⁻¹, C = theta·diag(inverse_norms), each laid out as in its block's [U | L].
 
@@ -221,7 +221,7 @@ def fill_rows(theta, inverse_norms, inverse, first, window, block, strip, x):
                 target[j] += part[j] * lag[j]
 
 
-@njit(**_FAST)
+@compiled()
 def advance(window, block, x, room, w, stride):
     """Forward recursion over a segment: turns x from rows [U | L] into [F | L⁻¹] and extends W by them."""
     both = window + block
@@ -240,7 +240,7 @@ def advance(window, block, x, room, w, stride):
                 w[corner + j * stride + i] = w[corner + i * stride + j]
 
 
-@njit(**_FAST)
+@compiled()
 def eliminate(window, block, x, at, room):
     """Replace the block [U | L] at x[at:] by L⁻¹ [-U | I] = [F | L⁻¹], eight rows at a time."""
     both = window + block
@@ -266,7 +266,7 @@ def eliminate(window, block, x, at, room):
         add_product(room, small, TILE, 1, room, 0, both, x, here, both, TILE, TILE, edge + TILE)
 
 
-@njit(**_FAST)
+@compiled()
 def retreat(window, block, x, w, p, stride, back, spare, slopes):
     """Backward recursion over a segment: carry p to its first rows, leave -∂loss/∂[U | L] in `slopes`.
 
@@ -292,7 +292,7 @@ def retreat(window, block, x, w, p, stride, back, spare, slopes):
         add_product(x, at, 1, both, back, 0, both, p, above, stride, window, block, window)
 
 
-@njit(**_FAST)
+@compiled()
 def chain_rows(theta, inverse_norms, inverse, first, count, window, block, slopes, strip, gradient, dots):
     """gradient = ∂loss/∂C for `count` rows, from -∂loss/∂E; dots[j] += its product with column j of C."""
     bands = theta.shape[1]
@@ -316,7 +316,7 @@ def chain_rows(theta, inverse_norms, inverse, first, count, window, block, slope
             out[j] = 0.0
 
 
-@njit(**_FAST)
+@compiled()
 def project_rows(theta, inverse_norms, first, last, gradient, dots):
     """From ∂loss/∂C to ∂loss/∂theta, C having theta's columns scaled to norm one."""
     bands = theta.shape[1]
@@ -329,13 +329,13 @@ def project_rows(theta, inverse_norms, first, last, gradient, dots):
             out[j] = (out[j] - values[j] * scale * sums[np.uintp(here - 1 - j)]) * scale
 
 
-@njit(**_FAST)
+@compiled()
 def row_stride(window, segment):
     """Length of a row of W. Rows a power of two apart would compete for the same few cache lines: avoid that."""
     return window + segment + 8
 
 
-@njit(**_FAST)
+@compiled()
 def clear(target, at, stride, rows, cols):
     for i in range(rows):
         row = target[at + i * stride :]
@@ -343,7 +343,7 @@ def clear(target, at, stride, rows, cols):
             row[j] = 0.0
 
 
-@njit(**_FAST)
+@compiled()
 def copy(source, s_at, s_stride, target, t_at, t_stride, rows, cols):
     for i in range(rows):
         row, values = target[t_at + i * t_stride :], source[s_at + i * s_stride :]
@@ -351,7 +351,7 @@ def copy(source, s_at, s_stride, target, t_at, t_stride, rows, cols):
             row[j] = values[j]
 
 
-@njit(**_FAST)
+@compiled()
 def transpose(source, s_at, s_stride, target, t_at, t_stride, rows, cols):
     for j in range(cols):
         for i in range(rows):
@@ -403,7 +403,7 @@ def add_tile(typing, a, a_at, down, right, b, b_at, b_stride, c, c_at, c_stride,
 
 
 # The signature keeps numba from compiling it anew for every constant that appears in a call.
-@njit("void(f8[::1], i8, i8, i8, f8[::1], i8, i8, f8[::1], i8, i8, i8, i8, i8)", **_FAST)
+@compiled("void(f8[::1], i8, i8, i8, f8[::1], i8, i8, f8[::1], i8, i8, i8, i8, i8)")
 def add_product(a, a_at, down, right, b, b_at, b_stride, c, c_at, c_stride, rows, inner, cols):
     """C += A·B for matrices inside flat arrays; rows and cols are multiples of TILE.
 

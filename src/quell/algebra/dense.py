@@ -27,20 +27,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numba import njit
 from threadpoolctl import threadpool_limits
 
 from quell._types import Array
 from quell.algebra._banded_kernels import add_product, clear, transpose
+from quell.algebra._compile import compiled
 from quell.algebra.descent import Convergence, minimise
 from quell.errors import QuellError
 
 _BLOCK = 32  # small triangular blocks are done one number at a time
 _REFRESH = 15  # steps after which the preconditioner is brought up to date
-_FAST: dict[str, Any] = {"cache": True, "fastmath": {"contract"}, "error_model": "numpy", "nogil": True}
 
 
 def optimise_dense(
@@ -169,7 +167,7 @@ class _Problem:
         return np.tril(self.inside(self.x))
 
 
-@njit(**_FAST)
+@compiled()
 def _loss_and_gradient(a, x, inverse, b, y, n):  # type: ignore[no-untyped-def]
     """‖A C⁻¹‖_F² for x = CᵀC, which is replaced by the gradient, zero on the diagonal. All are n×n, flat."""
     if not _factor(x, inverse, b, n):
@@ -201,7 +199,7 @@ def _loss_and_gradient(a, x, inverse, b, y, n):  # type: ignore[no-untyped-def]
     return loss
 
 
-@njit(**_FAST)
+@compiled()
 def _factor(x, inverse, work, n):  # type: ignore[no-untyped-def]
     """Replace the lower half of x by C with x = CᵀC, and `inverse` by C⁻¹. False if x is not positive definite."""
     inverse[:] = 0.0

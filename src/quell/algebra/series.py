@@ -35,7 +35,7 @@ def multiply(left: Array, right: Array, n: int) -> Array:
     else:
         size = fft.next_fast_len(len(left) + len(right) - 1, real=True)
         product = fft.irfft(fft.rfft(left, size) * fft.rfft(right, size), size)[: len(left) + len(right) - 1][:n]
-    return _pad(product, n)
+    return pad(product, n)
 
 
 def divide(numerator: Array, denominator: Array, n: int) -> Array:
@@ -49,7 +49,7 @@ def divide(numerator: Array, denominator: Array, n: int) -> Array:
     if len(denominator) <= _SHORT_DIVISOR:
         from scipy.signal import lfilter  # imported late: scipy.signal takes longer to load than all of quell
 
-        return np.asarray(lfilter([1.0], denominator, _pad(numerator, n)), dtype=np.float64)
+        return np.asarray(lfilter([1.0], denominator, pad(numerator, n)), dtype=np.float64)
     return multiply(numerator, reciprocal(denominator, n), n)
 
 
@@ -92,7 +92,7 @@ def power(series: Array, exponent: float, n: int) -> Array:
         raise QuellError(f"a real power needs a positive leading coefficient, not {series[0]:g}")
     head = float(series[0]) ** exponent
     if len(series) == 1:
-        return _pad(np.array([head]), n)
+        return pad(np.array([head]), n)
     if len(series) == 2:
         return np.asarray(head * binomial(exponent, float(-series[1] / series[0]), n))
     if len(series) == 3:
@@ -126,7 +126,7 @@ def _exponential(logarithm: Array) -> Array:
     result, known = np.array([1.0]), 1
     while known < n:
         known = min(2 * known, n)
-        result = _pad(result, known)
+        result = pad(result, known)
         order = np.arange(1, known)
         slope = divide(result[1:] * order, result, known)
         correction = logarithm[:known].copy()
@@ -147,5 +147,6 @@ def _trim(series: Array) -> Array:
     return series[: significant[-1] + 1] if len(significant) else series[:1]
 
 
-def _pad(series: Array, n: int) -> Array:
+def pad(series: Array, n: int) -> Array:
+    """The first `n` coefficients, continued by zeros."""
     return np.concatenate([series[:n], np.zeros(n - len(series))]) if len(series) < n else np.asarray(series[:n])

@@ -180,7 +180,8 @@ def minimise_product(
 
     theta, how = _minimise_log(loss, decoder, _split_slowest(start), _slowest_apart, on_iteration)
     theta, polished = _minimise_log(loss, decoder, theta[1:], _all_but_first, on_iteration)
-    # From a minimum of the first search the second may find no step at all, which is convergence too.
+    if not polished.iterations:  # from a minimum of the first search the second may find no step at all
+        return theta, how
     converged = polished.converged or (how.converged and polished.iterations < _ITERATIONS)
     return theta, replace(polished, iterations=how.iterations + polished.iterations, converged=converged)
 

@@ -87,7 +87,7 @@ def draws_needed(excess: float, variance: float, most: float, failure: float) ->
     if excess**2 == 0.0:
         return math.inf
     free = 2.0 * goal * variance / excess**2
-    if free * variance >= 2.0 * goal * most**2:  # the best bet is below 1/W
+    if free * (variance / most) >= 2.0 * goal * most:  # the best bet is below 1/W
         return free
     left = excess - variance / (2.0 * most)
     return goal * most / left if left > 0 else math.inf

@@ -42,7 +42,7 @@ _SEED = 0x5175656C6C  # fixed and public: an accountant's draws hide nothing
 _PILOT, _CERTIFICATE = 1, 2
 _CHUNK = 1 << 20  # numbers per chunk: eight megabytes
 _SLACK = 0.06  # relative width of a certificate worth paying for; 6% of δ is about 0.3% of σ
-_LEAST, _MOST = 1 << 14, 1 << 21  # draws
+_LEAST, _MOST = 1 << 14, 1 << 20  # draws
 _WORK = 2.0**28  # numbers that one certificate may draw at up to 512 numbers a draw
 _BLENDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 

@@ -17,7 +17,6 @@ from quell.sampling import Participation
 from quell.strategy.band_toeplitz import band_toeplitz, checked_bands
 from quell.strategy.family import Candidates, Family, Limits
 from quell.strategy.optimised import Solution, Watch, solve
-from quell.strategy.square_root import bands_of_strategy
 from quell.strategy.structure import BandedStrategy
 from quell.workload import Workload
 
@@ -69,7 +68,7 @@ def dense(workload: Workload, participation: Participation, solution: Array | No
 
 def _planned_bands(limits: Limits) -> Candidates:
     most = _MOST_PLANNED / limits.participation.steps
-    return [options for options in bands_of_strategy(limits) if options["bands"] <= most]  # type: ignore[operator]
+    return [options for options in limits.strategy_bands() if options["bands"] <= most]  # type: ignore[operator]
 
 
 def _planned_dense(limits: Limits) -> Candidates:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from quell._types import Array
 from quell.sampling import Participation
-from quell.strategy.family import Family
+from quell.strategy.family import Family, Limits
 from quell.strategy.fractional import best_lambda
 from quell.strategy.optimised import Solution, Watch, decoder, solve
-from quell.strategy.square_root import bands_of_noising, roots
+from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
 
@@ -54,7 +54,7 @@ BAND_INV = Family(
     "band_inv",
     "optimal C^-1 with `bands` diagonals (BandInvMF), needs no buffers (arXiv:2505.12128)",
     band_inv,
-    bands_of_noising,
+    Limits.noising_bands,
     required=("bands",),
     optional={"objective": "rmse"},
     normalisable=True,

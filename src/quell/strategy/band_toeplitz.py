@@ -11,9 +11,9 @@ from __future__ import annotations
 from quell._types import Array
 from quell.errors import QuellError
 from quell.sampling import Participation
-from quell.strategy.family import Family
+from quell.strategy.family import Family, Limits
 from quell.strategy.optimised import Solution, Watch, decoder, solve
-from quell.strategy.square_root import bands_of_strategy, roots
+from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
 
@@ -53,7 +53,7 @@ BAND_TOEPLITZ = Family(
     "band_toeplitz",
     "optimal Toeplitz C with `bands` diagonals, needs bands - 1 buffers (arXiv:2405.15913)",
     band_toeplitz,
-    bands_of_strategy,
+    Limits.strategy_bands,
     required=("bands",),
     optional={"objective": "rmse"},
     normalisable=True,

@@ -20,8 +20,16 @@ class Limits:
     buffers: float
     draws: int
 
-    def powers_of_two(self, most: float) -> list[int]:
-        """2, 4, 8, … up to `most`, never beyond the number of steps."""
+    def strategy_bands(self) -> list[dict[str, Parameter]]:
+        """Bands of C to try: powers of two, and the most that memory and separation allow. More only hurt."""
+        most = min(self.buffers + 1, self.participation.separation)
+        return [{"bands": p} for p in sorted({*self._powers_of_two(most), *([int(most)] if most > 1 else [])})]
+
+    def noising_bands(self) -> list[dict[str, Parameter]]:
+        """Bands of C⁻¹ to try: powers of two that the draws per step allow."""
+        return [{"bands": p} for p in self._powers_of_two(self.draws)]
+
+    def _powers_of_two(self, most: float) -> list[int]:
         return [2**e for e in range(1, 63) if 2**e <= min(most, self.participation.steps)]
 
 

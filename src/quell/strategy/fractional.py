@@ -16,7 +16,6 @@ from quell.algebra import series
 from quell.sampling import Participation
 from quell.strategy.family import Candidates, Family, Limits
 from quell.strategy.optimised import decoder
-from quell.strategy.square_root import bands_of_noising
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
 
@@ -145,7 +144,7 @@ FRACTIONAL = Family(
     "fractional",
     "first `bands` terms of (1 - lambda x)^gamma as C^-1: between identity, lambda_cgd and bisr",
     fractional,
-    bands_of_noising,
+    Limits.noising_bands,
     required=("bands",),
     optional={"gamma": None, "lambda": 1.0, "objective": "rmse"},
     normalisable=True,

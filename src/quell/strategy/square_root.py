@@ -49,17 +49,6 @@ def _every_step(limits: Limits) -> Candidates:
     return [{}] if limits.participation.steps - 1 <= limits.buffers else []
 
 
-def bands_of_strategy(limits: Limits) -> Candidates:
-    """Powers of two, and the most that memory and separation allow: more bands than the separation only hurt."""
-    most = min(limits.buffers + 1, limits.participation.separation)
-    return [{"bands": p} for p in sorted({*limits.powers_of_two(most), *([int(most)] if most > 1 else [])})]
-
-
-def bands_of_noising(limits: Limits) -> Candidates:
-    """Powers of two that the draws per step allow."""
-    return [{"bands": bands} for bands in limits.powers_of_two(limits.draws)]
-
-
 SQUARE_ROOT = Family(
     "square_root",
     "the full square root of the workload: near-optimal for one epoch, as many buffers as steps",
@@ -71,7 +60,7 @@ BSR = Family(
     "bsr",
     "banded square root: C has `bands` diagonals, needs bands - 1 buffers (arXiv:2405.13763)",
     bsr,
-    bands_of_strategy,
+    Limits.strategy_bands,
     required=("bands",),
     normalisable=True,
 )
@@ -79,7 +68,7 @@ BISR = Family(
     "bisr",
     "banded inverse square root: C^-1 has `bands` diagonals, needs no buffers (arXiv:2505.12128)",
     bisr,
-    bands_of_noising,
+    Limits.noising_bands,
     required=("bands",),
     normalisable=True,
 )

@@ -96,13 +96,13 @@ class ToeplitzStrategy:
         if self.exponentials is not None:
             return replace(self.exponentials, row_scale=row_scale)
         if self.noising_bands <= self.bands and (self.noising_bands < self.steps or self.steps == 1):
-            return Regenerate(self.noising[: self.steps], row_scale)
+            return Regenerate(self.noising[: self.noising_bands], row_scale)
         return Ring(self.coefficients[: self.steps], row_scale)
 
     @cached_property
     def tail_energy(self) -> Array:
         """(n,) squared norm of each column of T(c): column j has the first n−j coefficients."""
-        energy = np.cumsum(np.square(_padded(self.coefficients, self.steps)))
+        energy = np.cumsum(np.square(series.pad(self.coefficients, self.steps)))
         return energy[::-1]
 
     @cached_property
@@ -263,9 +263,5 @@ def _setting(name: str, value: Parameter) -> str:
 def _toeplitz_matrix(coefficients: Array, n: int) -> Array:
     from scipy.linalg import toeplitz
 
-    column = _padded(coefficients, n)
+    column = series.pad(coefficients, n)
     return np.asarray(toeplitz(column, np.concatenate([column[:1], np.zeros(n - 1)])))
-
-
-def _padded(values: Array, n: int) -> Array:
-    return np.concatenate([values[:n], np.zeros(max(0, n - len(values)))])

@@ -1,0 +1,164 @@
+"""What noise to make: a recurrence, how many steps, and how large; from a plan, a mechanism or by hand.
+
+At step t the stream adds `scale`·x_t, x_t being row t of C⁻¹Z with Z i.i.d. standard normal. For a mechanism, scale
+is max_grad_norm · noise_multiplier, and the noise multiplier already contains the sensitivity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quell.errors import QuellError, require_count, require_finite
+from quell.noise.layout import MOST_STEPS
+from quell.strategy.recurrence import Exponentials, Fenwick, Recurrence, Regenerate, Ring
+
+if TYPE_CHECKING:
+    from quell.mechanism import Mechanism
+    from quell.planning import Plan
+
+Kind = Literal["regenerate", "ring", "exponentials", "fenwick"]
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseSpec:
+    """`scale`·C⁻¹Z over `steps` steps, C given by its recurrence.
+
+    >>> spec = NoiseSpec(Regenerate(np.array([1.0, -0.9])), steps=100, scale=0.7)
+    >>> spec.recipe().buffers, spec.recipe(buffered=True).buffers
+    (0, 1)
+    """
+
+    recurrence: Recurrence
+    steps: int
+    scale: float
+
+    def __post_init__(self) -> None:
+        steps = require_count("steps", self.steps)
+        if steps > MOST_STEPS:
+            raise QuellError(f"steps={steps:,} is beyond the {MOST_STEPS:,} that a key can serve")
+        if require_finite("scale", self.scale) <= 0:
+            raise QuellError(f"scale={self.scale:g} must be positive: it is max_grad_norm times the noise multiplier")
+        covered = _steps_covered(self.recurrence)
+        if covered is not None and covered != steps:
+            raise QuellError(f"steps={steps:,} but the recurrence was made for {covered:,} steps: make a new one")
+
+    @classmethod
+    def of(cls, source: NoiseSpec | Mechanism | Plan, max_grad_norm: float | None = None) -> NoiseSpec:
+        """The noise of a mechanism, or of a plan's recommended one, for gradients clipped to `max_grad_norm`."""
+        if isinstance(source, NoiseSpec):
+            if max_grad_norm is not None:
+                raise QuellError("a NoiseSpec carries its scale already: leave max_grad_norm out")
+            return source
+        if max_grad_norm is None or require_finite("max_grad_norm", max_grad_norm) <= 0:
+            raise QuellError(
+                f"max_grad_norm={max_grad_norm!r} must be positive: it is what per-example gradients are clipped to"
+            )
+        mechanism: Any = getattr(source, "mechanism", source)  # a plan's recommended one
+        strategy = getattr(mechanism, "strategy", None)
+        if strategy is None:
+            raise QuellError(f"noise is made from a Plan, a Mechanism or a NoiseSpec, not from {type(source).__name__}")
+        return cls(strategy.recurrence, strategy.steps, max_grad_norm * mechanism.noise_multiplier)
+
+    def recipe(self, buffered: bool = False) -> Recipe:
+        """The same as float32 tables. `buffered` keeps the old draws of a `Regenerate` instead of remaking them."""
+        return _recipe(self, buffered)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the noise, so that the state of another plan is noticed; six digits of a sample of its numbers.
+
+        Rounding and sampling make it the same on machines whose last bits differ. It guards against mistakes, not
+        against malice.
+        """
+        parts: list[str] = [type(self.recurrence).__name__, str(self.steps), f"{self.scale:.6g}"]
+        for name in ("noising", "bands", "scales", "decays", "row_scale"):
+            values = getattr(self.recurrence, name, None)
+            if values is not None:
+                flat = np.asarray(values).reshape(-1)
+                sample = flat[np.unique(np.linspace(0, flat.size - 1, 256).astype(np.int64))]
+                parts += [name, str(np.shape(values)), *(f"{value:.6g}" for value in sample)]
+        return blake2b("\n".join(parts).encode(), digest_size=8, person=b"quell noise").hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A recurrence as the compiled kernels take it: float32 tables, the scale folded in.
+
+    `taps` is (1, p) or (n, p). regenerate: x_t = Σ_j taps_j·z_{t−j}. ring: x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d},
+    then x_t is kept (or z_t, if `keep_draw`). exponentials: (1, 2d), the weights, then the decays. fenwick: empty, and
+    `moves` (n, 3) says which buffer is added, which subtracted and which written, −1 for none.
+    """
+
+    kind: Kind
+    steps: int
+    buffers: int
+    taps: NDArray[np.float32]
+    scales: NDArray[np.float32]  # (1,) or (n,): what multiplies row t
+    keep_draw: bool = False
+    moves: NDArray[np.int32] | None = None
+
+    def taps_at(self, step: int) -> NDArray[np.float32]:
+        return np.asarray(self.taps[min(step, len(self.taps) - 1)])
+
+    def scale_at(self, step: int) -> np.float32:
+        return np.float32(self.scales[min(step, len(self.scales) - 1)])
+
+
+def _recipe(spec: NoiseSpec, buffered: bool) -> Recipe:
+    recurrence, n = spec.recurrence, spec.steps
+    if buffered and not isinstance(recurrence, Regenerate):
+        raise QuellError(f"buffered=True is a choice only where draws are remade; {_name(recurrence)} always buffers")
+    scales = np.ones(1) if recurrence.row_scale is None else recurrence.row_scale
+    scales32 = _float32("row_scale", scales * spec.scale)
+    if isinstance(recurrence, Regenerate):
+        taps = _float32("noising", np.atleast_2d(recurrence.noising[:n]))
+        kind: Kind = "ring" if buffered else "regenerate"
+        return Recipe(kind, n, taps.shape[1] - 1 if buffered else 0, taps, scales32, keep_draw=buffered)
+    if isinstance(recurrence, Ring):
+        bands = np.atleast_2d(recurrence.bands)[:, :n]
+        taps64 = -bands / bands[:, :1]
+        taps64[:, 0] = 1.0 / bands[:, 0]
+        return Recipe("ring", n, bands.shape[1] - 1, _float32("bands", taps64), scales32)
+    if isinstance(recurrence, Exponentials):
+        taps = _float32("scales and decays", np.concatenate([recurrence.scales, recurrence.decays])[None])
+        return Recipe("exponentials", n, len(recurrence.decays), taps, scales32)
+    return Recipe("fenwick", n, recurrence.buffers, np.zeros((1, 0), np.float32), scales32, moves=_fenwick_moves(n))
+
+
+def _fenwick_moves(n: int) -> NDArray[np.int32]:
+    """Counting from 1: node t is kept at the place of its lowest bit; x_t needs nodes t − lowbit(t) and t − 1."""
+    t = np.arange(1, n + 1)
+
+    def place(node: NDArray[np.int64]) -> NDArray[np.int64]:
+        lowest = node & -node
+        return np.where(node > 0, np.log2(np.maximum(lowest, 1)).astype(np.int64), -1)
+
+    return np.stack([place(t - (t & -t)), place(t - 1), place(t)], axis=1).astype(np.int32)
+
+
+def _float32(name: str, values: NDArray[np.float64]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        rounded = np.ascontiguousarray(values, dtype=np.float32)
+    if not np.all(np.isfinite(rounded)):
+        raise QuellError(
+            f"{name} has values that float32 noise cannot carry: scale the gradients, or choose other bands"
+        )
+    return rounded
+
+
+def _steps_covered(recurrence: Recurrence) -> int | None:
+    if isinstance(recurrence, Fenwick):
+        return recurrence.steps
+    if isinstance(recurrence, Ring) and recurrence.bands.ndim == 2:
+        return len(recurrence.bands)
+    return None if recurrence.row_scale is None else len(recurrence.row_scale)
+
+
+def _name(recurrence: Recurrence) -> str:
+    return f"a {type(recurrence).__name__} recurrence"

@@ -1,0 +1,91 @@
+"""What a stopped stream needs to go on: the step, and the buffers of those recurrences that have any. Never the key.
+
+Draws that a stream merely keeps to save work are not saved: they are made anew from their counters. Buffers belong to
+elements, so the states of any set of ranks can be cut anew for another set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quell.errors import QuellError
+from quell.noise.layout import Shard
+
+FORMAT, VERSION = "quell-noise", 1
+
+
+def make(
+    fingerprint: str, generator: str, key_id: str, step: int, shards: tuple[Shard, ...], buffers: Any
+) -> dict[str, Any]:
+    """Plain data and arrays, as `torch.save` or `pickle` take it."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "noise": fingerprint,
+        "generator": generator,
+        "key_id": key_id,
+        "step": step,
+        "shards": [[shard.tensor, shard.offset, shard.length] for shard in shards],
+        "buffers": buffers,
+    }
+
+
+def check(state: Mapping[str, Any], fingerprint: str, generator: str, key_id: str, steps: int) -> None:
+    """Refuse the state of another plan, generator or key."""
+    if state.get("format") != FORMAT or state.get("version") != VERSION:
+        raise QuellError("this is not the state of a noise stream: pass what NoiseStream.state_dict() returned")
+    if state["noise"] != fingerprint:
+        raise QuellError(
+            f"the state belongs to other noise ({state['noise']}) than this stream makes ({fingerprint}): "
+            "resume with the plan and max_grad_norm it was saved under"
+        )
+    if state["generator"] != generator:
+        raise QuellError(f"the state was made with generator={state['generator']!r}, this stream has {generator!r}")
+    if state["key_id"] != key_id:
+        raise QuellError(
+            f"the state belongs to key {state['key_id']}, this stream has {key_id}: load the key of that run"
+        )
+    if not 0 <= state["step"] <= steps:
+        raise QuellError(f"the state stands at step {state['step']:,}, outside the plan's {steps:,} steps")
+
+
+def shards_of(state: Mapping[str, Any]) -> tuple[Shard, ...]:
+    return tuple(Shard(*map(int, shard)) for shard in state["shards"])
+
+
+def gather(states: Sequence[Mapping[str, Any]], shards: tuple[Shard, ...]) -> list[Any] | None:
+    """The buffers of `shards`, cut from the states of whichever ranks hold them; None if there are none to cut."""
+    if len(states) == 1 and shards_of(states[0]) == shards:
+        buffers: list[Any] | None = states[0]["buffers"]
+        return buffers
+    if len(steps := {state["step"] for state in states}) > 1:
+        raise QuellError(f"the states stand at different steps ({sorted(steps)}): gather those of one checkpoint")
+    if states[0]["buffers"] is None:
+        return None
+    held = [
+        (shard, np.asarray(kept))
+        for state in states
+        for shard, kept in zip(shards_of(state), state["buffers"], strict=True)
+    ]
+    return [_cut(shard, held) for shard in shards]
+
+
+def _cut(shard: Shard, held: list[tuple[Shard, Any]]) -> Any:
+    count = held[0][1].shape[0]
+    cut = np.zeros((count, shard.length), np.float32)
+    missing = shard.length
+    for other, kept in held:
+        if shard.overlaps(other):
+            start, stop = max(shard.offset, other.offset), min(shard.stop, other.stop)
+            source = kept[:, start - other.offset : stop - other.offset]
+            cut[:, start - shard.offset : stop - shard.offset] = source
+            missing -= stop - start
+    if missing:
+        raise QuellError(
+            f"the states do not hold {missing:,} of the elements {shard.offset:,} to {shard.stop:,} of tensor "
+            f"{shard.tensor}: pass the states of all ranks of the checkpoint"
+        )
+    return cut

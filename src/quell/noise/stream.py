@@ -1,0 +1,251 @@
+"""The noise of a run, one step at a time: `add_` adds the next row of scale·C⁻¹Z to the summed clipped gradients.
+
+A row is added once. The stream refuses to go past the plan's last step, to load the state of another plan or key, and
+to release a step a second time, unless the caller declares a replay: that the same gradients come again, because the
+data order is the plan's own. Then the noise is the same too, and a repeated release tells nothing new.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from quell.errors import QuellError, require_count
+from quell.noise import arrays, claims, state
+from quell.noise.key import Key
+from quell.noise.layout import Shard, require_disjoint, require_generator, whole
+from quell.noise.ledger import Ledger
+from quell.noise.spec import NoiseSpec
+
+if TYPE_CHECKING:
+    from quell.mechanism import Mechanism
+    from quell.planning import Plan
+
+
+class Engine(Protocol):
+    """What makes the rows: `quell.noise.cpu` or `quell.noise.gpu`."""
+
+    @property
+    def step(self) -> int: ...
+    def prepare(self, tensors: list[Any]) -> None: ...
+    def capturing(self) -> bool: ...
+    def add(self, tensors: list[Any]) -> None: ...
+    def export(self) -> list[Any]: ...
+    def restore(self, step: int, buffers: list[Any] | None) -> None: ...
+
+
+class NoiseStream:
+    """The rows of scale·C⁻¹Z for a set of tensors, or for one rank's shards of them.
+
+    `source` is a plan or a mechanism, with the `max_grad_norm` the gradients are clipped to, or a `NoiseSpec`.
+    `tensors` are the unsharded parameters (arrays, shapes or element counts) in an order that never changes; a rank
+    that holds only slices passes `shards` instead, one per tensor it will hand to `add_`. `buffered` keeps the old
+    draws of a banded-inverse strategy instead of remaking them: p−1 model-sized buffers for p−1 fewer draws per step.
+
+    >>> import numpy as np
+    >>> from quell.noise import Key, NoiseSpec, NoiseStream
+    >>> from quell.strategy.recurrence import Regenerate
+    >>> spec = NoiseSpec(Regenerate(np.array([1.0, -0.9])), steps=100, scale=2.0)
+    >>> stream = NoiseStream(spec, [(1000, 50), 50], key=Key.generate())
+    >>> gradients = [np.zeros((1000, 50), np.float32), np.zeros(50, np.float32)]
+    >>> stream.add_(gradients)
+    >>> stream.step, bool(1.9 < gradients[0].std() < 2.1)
+    (1, True)
+    """
+
+    def __init__(
+        self,
+        source: NoiseSpec | Mechanism | Plan,
+        tensors: Sequence[Any] | None = None,
+        *,
+        key: Key,
+        max_grad_norm: float | None = None,
+        generator: str = "chacha20",
+        shards: Sequence[Shard] | None = None,
+        buffered: bool = False,
+        ledger: Ledger | str | Path | None = None,
+        replay: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        if not isinstance(key, Key):
+            raise QuellError("key must be a quell.noise.Key: make one with Key.generate()")  # its value stays unnamed
+        if (tensors is None) == (shards is None):
+            raise QuellError("a stream is made for tensors or for shards: pass one of the two")
+        self.spec = NoiseSpec.of(source, max_grad_norm)
+        self.generator = require_generator(generator)
+        self.shards = whole(tensors) if tensors is not None else tuple(shards or ())
+        require_disjoint(self.shards)
+        self.ledger = Ledger(ledger) if isinstance(ledger, (str, Path)) else ledger
+        self._recipe = self.spec.recipe(buffered)
+        self._threads = None if threads is None else require_count("threads", threads)
+        self._key = key
+        self._claim = claims.register(key, self.shards)
+        self._replay = replay
+        self._fresh = False  # whether the next step is known not to have been released before
+        self._engine: Engine | None = None
+        self._home: Any = None  # the device of its tensors; None while there is no engine, or for NumPy
+        self._waiting: tuple[int, list[Any] | None] = (0, None)  # step and buffers, until there is an engine
+
+    @property
+    def step(self) -> int:
+        """The next step, counted from 0: how many rows have been added."""
+        return self._waiting[0] if self._engine is None else self._engine.step
+
+    @property
+    def steps(self) -> int:
+        return self.spec.steps
+
+    @property
+    def buffers(self) -> int:
+        """Model-sized float32 vectors kept between steps."""
+        return self._recipe.buffers
+
+    def add_(self, tensors: Any, *, step: int | None = None) -> None:
+        """Add the next row of noise to the gradients in place. `step`, if given, must be the one that is due."""
+        _uncompiled(self._add)(tensors, step)
+
+    def _add(self, tensors: Any, step: int | None) -> None:
+        listed = arrays.as_list(tensors)
+        engine = self._ready(listed)
+        due = engine.step
+        if step is not None and step < due:
+            raise QuellError(f"step {step:,} was added already; the next is {due:,}: {_REPLAY}")
+        if step is not None and step > due:
+            raise QuellError(f"step {step:,} was asked for, but step {due:,} is due: rows come in order")
+        if due >= self.steps:
+            raise QuellError(f"the plan ends after {self.steps:,} steps: stop here, or make a new plan and a new key")
+        self._release(due, engine.capturing())
+        self._fresh = False  # should the engine fail half-way, this step counts as released
+        engine.add(listed)
+        self._fresh = True
+
+    def prepare(self, tensors: Any) -> None:
+        """Set everything up for `add_` without releasing a step: call it before capturing a CUDA graph."""
+        listed = arrays.as_list(tensors)
+        self._ready(listed).prepare(listed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and copies of the buffers, to be saved in a checkpoint. The key is not in it."""
+        if self.ledger is not None:
+            self.ledger.settle()
+        step, buffers = self._waiting
+        if self._engine is not None:
+            keeps = self.buffers and not self._recipe.keep_draw
+            step, buffers = self._engine.step, self._engine.export() if keeps else None
+            if buffers is not None and self._home is not None:
+                buffers = arrays.to_torch(buffers)
+        return state.make(self.spec.fingerprint, self.generator, self._key.id, step, self.shards, buffers)
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, replay: bool = False) -> None:
+        """Go on from a saved state of the same plan and key; `reshard` takes the states of other ranks.
+
+        `replay` declares that any step released after the state was saved will see the same gradients again.
+        """
+        self._check(saved)
+        if state.shards_of(saved) != self.shards:
+            raise QuellError("the state was saved for other shards: call stream.reshard(shards, states) instead")
+        self._move(saved["step"], saved["buffers"], replay)
+
+    def reshard(
+        self, shards: Sequence[Shard], states: Sequence[Mapping[str, Any]] | None = None, *, replay: bool = False
+    ) -> None:
+        """Serve other slices from here on. `states` are those of all ranks that hold them; by default, one's own."""
+        new = tuple(shards)
+        require_disjoint(new)
+        given = [self.state_dict()] if states is None else list(states)
+        if not given:
+            raise QuellError("resharding needs at least one state: pass those of all ranks of the checkpoint")
+        for one in given:
+            self._check(one)
+        buffers = state.gather(given, new)
+        step, engine, claim = given[0]["step"], self._engine, self._claim
+        self.shards, self._claim = new, claims.register(self._key, new)
+        self._engine = None  # made anew for the new shards by the next add_
+        try:
+            self._move(step, buffers, replay)
+        except QuellError:
+            self.shards, self._claim, self._engine = claim.shards, claim, engine
+            raise
+
+    def _check(self, saved: Mapping[str, Any]) -> None:
+        state.check(saved, self.spec.fingerprint, self.generator, self._key.id, self.steps)
+
+    def _move(self, step: int, buffers: list[Any] | None, replay: bool) -> None:
+        self._require_new(step, replay)
+        if step and buffers is None and self.buffers and not self._recipe.keep_draw:
+            raise QuellError(f"the state of step {step:,} lacks the {self.buffers} buffers that this noise needs")
+        if self._engine is None:
+            self._waiting = (step, buffers)
+        else:
+            self._engine.restore(step, buffers)
+        self._replay, self._fresh = replay, True
+
+    def _ready(self, tensors: list[Any]) -> Engine:
+        arrays.check(tensors, self.shards)
+        device = arrays.device_of(tensors[0]) if tensors else None
+        if self._engine is None:
+            self._engine, self._home = self._make_engine(device), device
+            self._engine.restore(*self._waiting)
+            self._waiting = (0, None)
+        if device != self._home:
+            raise QuellError(
+                f"the stream works on {self._home or 'NumPy arrays'}, these tensors are {device or 'NumPy arrays'}: "
+                "to move, load its state into a stream made for the new place"
+            )
+        return self._engine
+
+    def _make_engine(self, device: Any) -> Engine:
+        if device is None or device.type == "cpu":
+            from quell.noise.cpu import CpuEngine
+
+            return CpuEngine(self._recipe, self.generator, self._key, self.shards, self._threads)
+        if device.type != "cuda":
+            raise QuellError(f"noise is made on a CPU or a CUDA GPU, not on {device}: move the gradients first")
+        try:
+            from quell.noise.gpu import GpuEngine
+        except ImportError as problem:
+            raise QuellError("noise on a GPU needs Triton: pip install triton") from problem
+        return GpuEngine(self._recipe, self.generator, self._key, self.shards, device)
+
+    def _release(self, step: int, capturing: bool) -> None:
+        """Note, before it happens, that a step is released; a captured graph may run to the end of the plan."""
+        if not self._fresh:
+            self._require_new(step, self._replay)
+            self._fresh = True
+        until = self.steps if capturing else step + 1
+        if self.ledger is not None:
+            self.ledger.record(self._key.id, until)
+        self._claim.released = max(until, self._claim.released)
+
+    def _require_new(self, step: int, replay: bool) -> None:
+        before = claims.released(self._key, self._claim)
+        if self.ledger is not None:
+            before = max(before, self.ledger.released(self._key.id))
+        if step < before and not replay:
+            raise QuellError(
+                f"this key has released steps up to {before - 1:,}, and step {step:,} would come again: {_REPLAY}"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"<NoiseStream step {self.step:,} of {self.steps:,}, {len(self.shards)} tensors, {self.generator}, "
+            f"{self.buffers} buffers, {self._key!r}>"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise QuellError("a noise stream holds a key and is never pickled or copied: save stream.state_dict()")
+
+
+_REPLAY = (
+    "if the same gradients come again because the data order is the plan's own, load with replay=True; "
+    "otherwise start a new key"
+)
+
+
+def _uncompiled(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, to be called and not traced where torch.compile is at work (its module is loaded then)."""
+    dynamo = sys.modules.get("torch._dynamo")
+    wrapped: Callable[..., None] = method if dynamo is None else dynamo.disable(method)
+    return wrapped

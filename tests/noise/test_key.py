@@ -1,0 +1,112 @@
+"""Keys: 256 bits of entropy that never show."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quell import QuellError
+from quell.noise import Key, NoiseSpec, NoiseStream, SeededKeyWarning
+from quell.strategy.recurrence import Regenerate
+
+
+def test_generated_keys_differ_and_have_256_bits() -> None:
+    keys = [Key.generate() for _ in range(20)]
+    assert len({key.reveal() for key in keys}) == 20
+    assert all(len(key.reveal()) == 32 for key in keys)
+
+
+def test_a_seed_warns_loudly_and_is_repeatable() -> None:
+    with pytest.warns(SeededKeyWarning, match="NO privacy guarantee"):
+        key = Key.from_seed(7)
+    with pytest.warns(SeededKeyWarning):
+        assert key == Key.from_seed(7)
+    with pytest.warns(SeededKeyWarning):
+        assert key != Key.from_seed(2**100)
+    assert key.seeded
+    assert "NO privacy" in repr(key)
+    with pytest.raises(QuellError, match="seed=-1"):
+        Key.from_seed(-1)
+
+
+def _stream(key: Key) -> NoiseStream:
+    return NoiseStream(NoiseSpec(Regenerate(np.ones(1)), 5, 1.0), [4], key=key)
+
+
+def test_a_key_never_shows() -> None:
+    key = Key.generate()
+    forms = {
+        key.reveal().hex(),
+        repr(key.reveal()),
+        str(int.from_bytes(key.reveal(), "little")),
+        str(list(key.words())),
+    }
+    stream = _stream(key)
+    stream.add_(np.zeros(4, np.float32))
+    shown = [repr(key), str(key), f"{key}", repr(stream), repr(stream.state_dict()), key.id]
+    for call in (
+        lambda: pickle.dumps(key),
+        lambda: copy.deepcopy(key),
+        lambda: pickle.dumps(stream),
+        lambda: copy.copy(stream),
+    ):
+        with pytest.raises(QuellError) as caught:
+            call()
+        shown.append("".join(traceback.format_exception(caught.value)))
+    for text in shown:
+        assert not any(form in text for form in forms)
+    assert key.reveal() not in pickle.dumps(stream.state_dict())
+
+
+def test_errors_do_not_quote_a_key_of_the_wrong_kind() -> None:
+    secret = b"not thirty-two bytes"
+    with pytest.raises(QuellError) as caught:
+        Key(secret)
+    assert "thirty" not in str(caught.value)
+    with pytest.raises(QuellError) as caught:
+        _stream(secret)  # type: ignore[arg-type]
+    assert "thirty" not in str(caught.value)
+
+
+def test_a_key_file_is_private_and_comes_back(tmp_path: Path) -> None:
+    key, path = Key.generate(), tmp_path / "run.key"
+    key.save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Key.load(path) == key
+    assert not Key.load(path).seeded
+    with pytest.raises(QuellError, match="never overwritten"):
+        key.save(path)
+
+
+def test_a_seeded_key_stays_marked_in_its_file(tmp_path: Path) -> None:
+    with pytest.warns(SeededKeyWarning):
+        Key.from_seed(3).save(tmp_path / "demo.key")
+    assert Key.load(tmp_path / "demo.key").seeded
+
+
+def test_bad_key_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    with pytest.raises(QuellError, match="cannot read"):
+        Key.load(path)
+    Key.generate().save(path)
+    path.chmod(0o644)
+    with pytest.raises(QuellError, match="chmod 600"):
+        Key.load(path)
+    for content in ("", "quell-key-1 secret zz\n", "quell-key-1 secret 00ff\n", "password\n"):
+        path.write_text(content)
+        path.chmod(0o600)
+        with pytest.raises(QuellError, match="not a Quell key file") as caught:
+            Key.load(path)
+        assert "00ff" not in str(caught.value)
+    with pytest.raises(QuellError, match="cannot write"):
+        Key.generate().save(tmp_path / "nowhere" / "run.key")
+
+
+def test_philox_keys_differ_by_tensor() -> None:
+    key = Key(bytes(range(32)))
+    assert len({tuple(key.philox_words(tensor)) for tensor in range(1000)}) == 1000

@@ -1,0 +1,162 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU, against the NumPy reference and the CPU engine.
+
+Where there is a GPU the same tests run on it (the interpreter is off then, see conftest.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
+
+from quell.noise import Key, Shard, generators, normal, triton_kernels  # noqa: E402
+from quell.noise.cpu import CpuEngine  # noqa: E402
+from quell.noise.gpu import GpuEngine  # noqa: E402
+from quell.noise.layout import LANES  # noqa: E402
+
+from .cases import STEPS, spec  # noqa: E402
+
+Seeded = Callable[[int], Key]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GENERATORS = ("chacha20", "philox")
+SHARDS = (Shard(0, 1000, 700), Shard(3, 0, 0), Shard(5, 2**40 + 5, 33), Shard(2, 0, 1))
+
+
+@pytest.fixture(autouse=True)
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter pays per operation: smaller programs for the same operations."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(triton_kernels, "BLOCKS", LANES)
+
+
+def _gradients(dtype: Any = torch.float32) -> list[Any]:
+    return [torch.full((shard.length,), 0.5, dtype=dtype, device=DEVICE) for shard in SHARDS]
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_draws_equal_the_reference(generator: str, seeded: Seeded) -> None:
+    key = seeded(41)
+    engine = GpuEngine(spec("independent").recipe(), generator, key, SHARDS, DEVICE)
+    engine.restore(7, None)
+    made = [gradient.zero_() for gradient in _gradients()]
+    engine.add(made)
+    assert engine.step == 8
+    for shard, row in zip(SHARDS, made, strict=True):
+        expected = generators.normals(generator, key, 7, shard.tensor, shard.offset, shard.length)
+        np.testing.assert_allclose(row.cpu().numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("case", "generator"),
+    [
+        ("lambda_cgd", "chacha20"),
+        ("band", "chacha20"),
+        ("bisr normalised", "philox"),
+        ("bsr normalised", "philox"),
+        ("band", "philox"),
+        ("two exponentials", "philox"),
+        ("tree", "philox"),
+    ],
+)
+def test_recurrences_equal_the_cpu_engine(case: str, generator: str, seeded: Seeded) -> None:
+    recipe = spec(case, 1.7).recipe()
+    shards, key = (Shard(0, 1000, 90),), seeded(42)
+    cpu, gpu = CpuEngine(recipe, generator, key, shards, 1), GpuEngine(recipe, generator, key, shards, DEVICE)
+    for _ in range(5):
+        a, b = torch.full((90,), 0.5), torch.full((90,), 0.5, device=DEVICE)
+        cpu.add([a])
+        gpu.add([b])
+        torch.testing.assert_close(a, b.cpu(), rtol=1e-6, atol=2e-6)
+    for kept, expected in zip(gpu.export(), cpu.export(), strict=True):
+        np.testing.assert_allclose(kept.numpy(), expected, rtol=1e-6, atol=2e-6)
+
+
+def test_buffered_equals_regenerated(seeded: Seeded) -> None:
+    shards, key = (Shard(0, 5, 60),), seeded(43)
+    remade = GpuEngine(spec("bisr").recipe(), "philox", key, shards, DEVICE)
+    kept = GpuEngine(spec("bisr").recipe(buffered=True), "philox", key, shards, DEVICE)
+    kept.restore(6, None)  # makes the four kept draws anew
+    remade.restore(6, None)
+    for _ in range(2):
+        a, b = torch.zeros(60, device=DEVICE), torch.zeros(60, device=DEVICE)
+        remade.add([a])
+        kept.add([b])
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes_mix_in_one_step(dtype: Any, seeded: Seeded) -> None:
+    recipe, key = spec("lambda_cgd").recipe(), seeded(44)
+    cpu, gpu = CpuEngine(recipe, "philox", key, SHARDS, 1), GpuEngine(recipe, "philox", key, SHARDS, DEVICE)
+    dtypes = [dtype, dtype, torch.float32, dtype]
+    a = [torch.full((shard.length,), 0.5, dtype=kind) for shard, kind in zip(SHARDS, dtypes, strict=True)]
+    b = [tensor.clone().to(DEVICE) for tensor in a]
+    cpu.add(a)
+    gpu.add(b)
+    for one, other in zip(a, b, strict=True):
+        assert one.dtype == other.dtype
+        eps = torch.finfo(one.dtype).eps if one.dtype != torch.float64 else 1e-6  # the interpreter truncates bfloat16
+        torch.testing.assert_close(one, other.cpu(), rtol=eps, atol=1e-6)
+
+
+def test_strided_empty_and_scalar_tensors(seeded: Seeded) -> None:
+    shards, key = (Shard(0, 0, 40), Shard(1, 0, 0), Shard(2, 0, 1)), seeded(45)
+    recipe = spec("lambda_cgd").recipe()
+    cpu, gpu = CpuEngine(recipe, "philox", key, shards, 1), GpuEngine(recipe, "philox", key, shards, DEVICE)
+    a = [torch.ones(5, 8).t(), torch.zeros(0, 3), torch.ones(())]
+    b = [torch.ones(5, 8, device=DEVICE).t(), torch.zeros(0, 3, device=DEVICE), torch.ones((), device=DEVICE)]
+    for _ in range(2):
+        cpu.add(a)
+        gpu.add(b)
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(one, other.cpu(), rtol=1e-6, atol=1e-6)
+    gpu.add([b[0].contiguous(), b[1], b[2]])  # tensors may come back in another form
+
+
+def test_past_the_last_step_nothing_looks_like_noise(seeded: Seeded) -> None:
+    """A captured graph cannot raise an error; it must not go on quietly either."""
+    shards = (Shard(0, 0, 40),)
+    engine = GpuEngine(spec("lambda_cgd").recipe(), "philox", seeded(46), shards, DEVICE)
+    engine.restore(STEPS, None)
+    gradient = torch.ones(40, device=DEVICE)
+    engine.add([gradient])
+    assert bool(gradient.isnan().all())
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_rare_second_words_are_drawn(generator: str) -> None:
+    """The element whose radius word is small, found by search, gets its second word."""
+    key, count = Key(bytes(range(32))), {"chacha20": 16, "philox": 4}[generator]
+    words = generators.words(generator, key, 0, 0, np.arange(2**22 // count, dtype=np.uint64), 0)
+    pair, block = np.argwhere(words[0::2] < normal.REFINE_BELOW)[0].tolist()
+    offset = block // LANES * count * LANES + 2 * pair * LANES + block % LANES
+    engine = GpuEngine(spec("independent").recipe(), generator, key, (Shard(0, offset, 1),), DEVICE)
+    made = torch.zeros(1, device=DEVICE)
+    engine.add([made])
+    np.testing.assert_allclose(made.cpu().numpy(), generators.normals(generator, key, 0, 0, offset, 1), rtol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA graphs need a GPU")
+def test_graphs_replay_the_next_step(seeded: Seeded) -> None:
+    recipe, shards, key = spec("bisr").recipe(), (Shard(0, 0, 5000),), seeded(47)
+    cpu, gpu = CpuEngine(recipe, "chacha20", key, shards, 1), GpuEngine(recipe, "chacha20", key, shards, DEVICE)
+    a, b = torch.zeros(5000), torch.zeros(5000, device=DEVICE)
+    gpu.add([b])
+    cpu.add([a])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gpu.add([b])
+    for _ in range(5):
+        graph.replay()
+        cpu.add([a])
+    assert gpu.step == cpu.step == 6
+    torch.testing.assert_close(a, b.cpu(), rtol=1e-6, atol=1e-5)

@@ -1,0 +1,56 @@
+"""The backward recursion of b-min-sep against enumeration of all patterns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.special import logsumexp
+from simulation import Patterns
+
+from quell import strategy, workload
+from quell.privacy.b_min_sep import ChainPair
+from quell.sampling import BMinSep
+
+
+@pytest.mark.parametrize(("n", "b", "rate"), [(7, 3, 0.4), (9, 4, 0.8), (6, 6, 0.3), (5, 1, 0.5), (8, 3, 0.01)])
+def test_likelihood_equals_enumeration(random, n, b, rate):
+    scheme = BMinSep(n, b, rate)
+    for name, parameters in (("bsr", {"bands": min(b, 2)}), ("bsr", {"bands": min(b, 3), "column_normalise": True})):
+        built = strategy.build(name, workload.prefix(n), scheme.participation, **parameters)
+        pair = ChainPair(built, scheme, sigma=0.7)
+        patterns = Patterns.of_chain(n, b, rate)
+        output = 2 * random.standard_normal((50, n))
+        u = output @ built.matrix() / pair.sigma**2
+        np.testing.assert_allclose(pair._inner(output) / pair.sigma**2, u, atol=1e-10)
+        for theta in (1.0, 2.5):
+            means = theta * patterns.rows @ built.matrix().T
+            exact = logsumexp(
+                (output @ means.T - np.sum(means**2, axis=1) / 2) / pair.sigma**2, axis=1, b=patterns.probabilities
+            )
+            found = pair._log_likelihood(theta * u - theta**2 * pair.alpha)
+            np.testing.assert_allclose(found, exact, atol=1e-9)
+        energy = np.sum((patterns.rows @ built.matrix().T) ** 2, axis=1) / (2 * pair.sigma**2)
+        assert pair.heaviest == pytest.approx(energy.max())
+        assert pair.average == pytest.approx(patterns.probabilities @ energy)
+        centre = patterns.probabilities @ patterns.rows @ built.matrix().T
+        assert pair.centre == pytest.approx(centre @ centre / (2 * pair.sigma**2))
+
+
+def test_large_factors_do_not_overflow():
+    scheme = BMinSep(40, 5, 0.5)
+    built = strategy.build("bsr", workload.prefix(40), scheme.participation, bands=2)
+    pair = ChainPair(built, scheme, sigma=1.0)
+    values = pair._log_likelihood(np.vstack([np.full((1, 40), 500.0), np.full((1, 40), -500.0)]))
+    assert np.all(np.isfinite(values))
+    assert values[0] > 8 * 499
+
+
+def test_patterns_follow_the_chain(random):
+    scheme = BMinSep(9, 3, 0.4)
+    built = strategy.build("bsr", workload.prefix(9), scheme.participation, bands=2)
+    drawn = ChainPair(built, scheme, 1.0)._patterns(200_000, random)
+    exact = Patterns.of_chain(9, 3, 0.4)
+    assert sum(exact.probabilities) == pytest.approx(1)
+    np.testing.assert_allclose(drawn.mean(axis=0), scheme.fraction, atol=0.005)
+    for row, probability in zip(exact.rows[:20], exact.probabilities[:20], strict=True):
+        assert np.mean(np.all(drawn == row, axis=1)) == pytest.approx(probability, abs=0.004)

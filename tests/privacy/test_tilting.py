@@ -1,0 +1,152 @@
+"""Importance sampling: exact identities, proven bounds, and certificates against plain simulation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from simulation import Patterns, simulated_delta
+
+from quell import strategy, workload
+from quell.privacy import importance
+from quell.privacy.b_min_sep import ChainPair
+from quell.privacy.bin_pair import BinPair
+from quell.privacy.bins import Bins, bins_of
+from quell.privacy.tilting import Mean, Tilt, candidates, log_kappa, sampling_free
+from quell.sampling import BallsInBins, BMinSep
+
+PROPOSALS = (Tilt(1.0), Tilt(2.3), Tilt(1.0, 1), Tilt(1.0, 4), Tilt(2.0, 2), Mean(2.0), Mean(-3.0))
+
+
+def bin_pair(sigma=2.0, n=24, b=6, name="lambda_cgd", **parameters):
+    scheme = BallsInBins(n, b)
+    parameters = parameters or {"lambda": 0.7}
+    built = strategy.build(name, workload.prefix(n), scheme.participation, **parameters)
+    return BinPair(bins_of(built, scheme), sigma), built
+
+
+def chain_pair(sigma=2.0, n=12, b=3, rate=0.4):
+    scheme = BMinSep(n, b, rate)
+    built = strategy.build("bsr", workload.prefix(n), scheme.participation, bands=3)
+    return ChainPair(built, scheme, sigma), built
+
+
+def mean_weight(pair, proposals, power, draws=60_000):
+    """E_R[S^power·dQ/dR] for the even mixture of the proposals, and its standard error; 1 for powers 0 and 1."""
+    counts = [draws] * len(proposals)
+    drawn, _ = importance._draw(pair, "remove", -math.inf, proposals, counts, None, 1)
+    shares = np.full(len(proposals), 1 / len(proposals))
+    # With ε = −∞ the numerator of direction remove is S itself.
+    loss = drawn.numerator
+    values = np.exp(power * loss + drawn.auxiliary - importance._log_mixture(drawn.densities, shares))
+    return values.mean(), values.std() / math.sqrt(len(values))
+
+
+@pytest.mark.parametrize("power", [0, 1])
+@pytest.mark.parametrize("proposal", PROPOSALS, ids=str)
+def test_every_proposal_has_the_density_it_claims(proposal, power):
+    """E_Q[1] = E_Q[P/Q] = 1, estimated through each proposal mixed with the untilted pair."""
+    mean, error = mean_weight(bin_pair()[0], (proposal, Mean(0.0), Tilt(1.0)), power)
+    assert abs(mean - 1) < 4.5 * error
+    assert error < 0.02
+
+
+@pytest.mark.parametrize("power", [0, 1])
+@pytest.mark.parametrize("proposal", [Tilt(1.0), Tilt(1.8), Mean(2.0), Mean(-3.0)], ids=str)
+def test_the_same_for_the_chain_of_b_min_sep(proposal, power):
+    mean, error = mean_weight(chain_pair()[0], (proposal, Mean(0.0), Tilt(1.0)), power)
+    assert abs(mean - 1) < 4.5 * error
+    assert error < 0.02
+
+
+def test_the_moment_bound_bounds_the_moment():
+    """E_Q S^c by enumeration of tuples."""
+    pair, _ = bin_pair(sigma=2.5)
+    gram = pair.bins.table / pair.sigma**2
+    b = len(gram)
+    for c in (2, 3, 4):
+        tuples = np.stack(np.meshgrid(*[np.arange(b)] * c, indexing="ij"), axis=-1).reshape(-1, c)
+        energy = sum(gram[tuples[:, i], tuples[:, j]] for i in range(c) for j in range(i))
+        assert math.log(np.mean(np.exp(energy))) <= pair.log_most(Tilt(1.0, c - 1)) <= c * (c - 1) * pair.heaviest
+
+
+@pytest.mark.parametrize("order", [1.0001, 1.5, 2.0, 7.0])
+def test_kappa_is_the_largest_value(order):
+    x = np.linspace(0, 40, 400_001)
+    assert math.exp(log_kappa(order)) == pytest.approx(np.max(np.exp(-(order - 1) * x) * -np.expm1(-x)), rel=1e-3)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.7, 2.0])
+@pytest.mark.parametrize("make", [bin_pair, chain_pair])
+def test_weights_stay_below_their_bound_and_no_draw_bound_holds(make, epsilon):
+    """`upper_mean` raises when a weight exceeds the bound; bounds without draws are never below the truth."""
+    pair, built = make()
+    patterns = Patterns.of_bins(24, 6) if make is bin_pair else Patterns.of_chain(12, 3, 0.4)
+    simulated = simulated_delta(built.matrix(), patterns, pair.sigma, epsilon)
+    scouted = importance.scout(pair, epsilon, 1e-5, 1000)
+    certificate = importance.certify(pair, epsilon, 1e-5, scouted)
+    for way, (delta, error) in simulated.items():
+        assert sampling_free(pair, way, epsilon) >= delta - 4 * error
+        assert certificate.upper >= delta - 4 * error
+    top, error = max(simulated.values())
+    assert certificate.lower - 4 * error <= top
+    assert certificate.upper - certificate.lower < 0.35 * certificate.upper
+
+
+def test_a_bound_that_is_too_small_does_not_go_unnoticed(monkeypatch):
+    """Mutation: forget that a proposal has only its share of the mixture, and then some."""
+    pair, _ = bin_pair()
+    scouted = importance.scout(pair, 0.7, 1e-5, 1000)
+    honest = importance._most
+    monkeypatch.setattr(importance, "_most", lambda *arguments: 0.01 * honest(*arguments))
+    with pytest.raises(AssertionError, match="exceeds its proven bound"):
+        importance.certify(pair, 0.7, 1e-5, scouted)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        lambda draws: {"auxiliary": 0.0 * draws.auxiliary},  # forget A
+        lambda draws: {"loss": draws.loss + math.log(6)},  # forget the 1/b
+        lambda draws: {"powers": 0.9 * draws.powers},
+        lambda draws: {"drift": 1.1 * draws.drift},
+    ],
+)
+def test_a_forgotten_factor_breaks_the_identities(monkeypatch, mutate):
+    """Mutation: the identity E_Q[1] = E_Q[P/Q] = 1 must notice."""
+    pair, _ = bin_pair()
+    honest = BinPair.draw
+
+    def wrong(self, *arguments):
+        draws = honest(self, *arguments)
+        return type(draws)(**{**vars(draws), **mutate(draws)})
+
+    monkeypatch.setattr(BinPair, "draw", wrong)
+    proposals = (Tilt(2.0, 2), Mean(1.0), Mean(0.0), Tilt(1.0))
+    off = [abs(mean - 1) / error for mean, error in (mean_weight(pair, proposals, power) for power in (0, 1))]
+    assert max(off) > 6
+
+
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
+    pair, _ = bin_pair()
+    certificates = []
+    for cpus in (1, 3):
+        monkeypatch.setattr(importance.os, "cpu_count", lambda cpus=cpus: cpus)
+        monkeypatch.setattr(importance, "_CHUNK", 1 << 14)
+        scouted = importance.scout(pair, 0.7, 1e-5, 1000)
+        certificates.append(importance.certify(pair, 0.7, 1e-5, scouted))
+    assert certificates[0] == certificates[1]
+
+
+def test_pilot_and_certificate_use_different_draws():
+    streams = {importance._generator(stream, "remove", 0, 0).random() for stream in (1, 2)}
+    assert len(streams) == 2
+
+
+def test_candidates_start_with_one_that_proves_a_bound():
+    for sigma in (0.5, 2.0, 20.0):
+        for epsilon in (0.05, 1.0, 12.0):
+            pair = BinPair(Bins(np.eye(5) * 3 + 1.0), sigma)
+            assert isinstance(candidates(pair, "remove", epsilon)[0], Tilt)
+            assert candidates(pair, "add", epsilon)[0].shift < 0
