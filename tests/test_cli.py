@@ -150,3 +150,29 @@ def test_planning_loads_no_framework():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("arguments", [["price", "[/red]", *RUN], ["verify", "x[/b].json"], ["verify", "x[red].json"]])
+def test_brackets_in_names_are_only_brackets(arguments):
+    result = fresh_process(*arguments)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert arguments[1] in result.stderr
+
+
+def test_a_decay_rate_is_not_a_decay_factor():
+    with pytest.raises(QuellError, match="must be the factor that multiplies the weights"):
+        quell("price", "identity", *RUN, "--weight-decay", "1e-4")
+
+
+def test_one_band_is_independent_noise():
+    for name in ("bsr", "band_toeplitz", "band_inv", "band"):
+        row = json.loads(quell("price", name, "--bands", "1", *RUN, "--json"))
+        assert (row["buffers"], row["draws"]) == (0, 1)
+        assert row["rmse"] == pytest.approx(row["dpsgd_rmse"], rel=1e-9)
+
+
+def test_the_readmes_rooms_are_reachable():
+    code = "import quell; print(len(quell.strategy.FAMILIES), quell.workload.prefix(3).steps)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(len(FAMILIES)), "3"]

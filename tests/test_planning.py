@@ -258,3 +258,46 @@ def test_a_missing_value_is_named():
 def test_a_meaningless_delta_is_pointed_out():
     assert "published outright" in quell.Setup(**{**SETUP, "delta": 0.01}).notes[0]
     assert quell.Setup(**SETUP).notes == ()
+
+
+def test_a_mechanism_that_cannot_be_priced_does_not_stop_the_others(monkeypatch):
+    from quell.mechanism import Problem
+
+    honest = Problem.price
+
+    def price(self, name, **parameters):
+        if name == "blt":
+            raise QuellError("the search for blt did not converge")
+        return honest(self, name, **parameters)
+
+    monkeypatch.setattr(Problem, "price", price)
+    names = {mechanism.name for mechanism in quell.plan(**SETUP).mechanisms}
+    assert "blt" not in names
+    assert "lambda_cgd" in names
+
+
+def test_dense_matrices_are_a_second_opinion(saved, monkeypatch):
+    """Break the fast error formula: the dense check of verification must notice, whatever the file says."""
+    from quell import verification as room
+    from quell.error import Error
+
+    monkeypatch.setattr(room, "error", lambda *_: Error(1.0, 1.0))
+    false = [check.claim for check in quell.verify(saved) if not check.holds]
+    assert any("rmse, dense" in claim for claim in false)
+
+
+def test_plain_numpy_numbers_are_numbers():
+    import numpy as np
+
+    ours = quell.Setup(**{**SETUP, "examples": np.int64(2000), "epsilon": np.float32(4)})
+    assert ours.steps == 80
+
+
+def test_saved_plans_can_be_read_by_colleagues_and_leave_no_litter(plan, saved):
+    assert saved.stat().st_mode & 0o044
+    assert [path.name for path in saved.parent.iterdir()] == ["plan.json"]
+
+
+def test_left_over_examples_are_pointed_out():
+    notes = quell.Setup(**{**SETUP, "batch_size": 300}).notes
+    assert "do not divide into batches of 300" in notes[0]
