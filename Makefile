@@ -14,10 +14,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 test: lint  ## linters, types, layering, tests and doctests (a few minutes)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n auto -m 'not slow'
 
 test-all: lint  ## the same with the slow reproductions
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks
@@ -38,6 +38,8 @@ demo: $(STAMP)  ## plan a run, draw it, verify the plan
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/strategies.py --quick
+	$(BIN)/python benchmarks/noise_cpu.py
 
 clean:
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

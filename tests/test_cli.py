@@ -104,7 +104,11 @@ def test_help_shows_examples_and_every_command():
     [
         (["price", "magic", *RUN], "there is no mechanism 'magic'"),
         (["price", "bisr", *RUN], "bisr needs bands"),
-        (["price", "identity", *RUN, "--sampling", "poisson"], "there is no sampling scheme 'poisson'"),
+        (["price", "identity", *RUN, "--sampling", "random"], "there is no sampling scheme 'random'"),
+        (
+            ["price", "bsr", "--bands", "16", *RUN, "--sampling", "poisson"],
+            "poisson sampling is priced for independent",
+        ),
         (
             ["price", "identity", "--steps", "5", "--epochs", "9", "--epsilon", "1", "--delta", "0.1"],
             "epochs=9 do not fit",

@@ -36,8 +36,8 @@ def test_noise_multipliers_of_the_bisr_paper(name, printed):
     """40,000 images in batches of 512 for 10 epochs: 781 steps, separation 78, hence 11 participations."""
     task = workload.sgd(781, momentum=0.9, weight_decay=0.9999)
     problem = Problem(task, Cyclic.from_epochs(781, 10), epochs=10, epsilon=9.0, delta=1e-5)
-    assert problem.sampling.separation == 78
-    assert problem.sampling.participation.count == 11
+    assert problem.cycle.separation == 78
+    assert problem.cycle.participation.count == 11
     priced = problem.price(name, **({"bands": 4} if name == "bsr" else {}))
     assert round(priced.noise_multiplier, 1) == printed
 

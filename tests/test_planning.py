@@ -263,14 +263,14 @@ def test_a_meaningless_delta_is_pointed_out():
 def test_a_mechanism_that_cannot_be_priced_does_not_stop_the_others(monkeypatch):
     from quell.mechanism import Problem
 
-    honest = Problem.price
+    honest = Problem.priced
 
-    def price(self, name, **parameters):
-        if name == "blt":
+    def priced(self, strategy, *arguments):
+        if strategy.family == "blt":
             raise QuellError("the search for blt did not converge")
-        return honest(self, name, **parameters)
+        return honest(self, strategy, *arguments)
 
-    monkeypatch.setattr(Problem, "price", price)
+    monkeypatch.setattr(Problem, "priced", priced)
     names = {mechanism.name for mechanism in quell.plan(**SETUP).mechanisms}
     assert "blt" not in names
     assert "lambda_cgd" in names
@@ -301,3 +301,36 @@ def test_saved_plans_can_be_read_by_colleagues_and_leave_no_litter(plan, saved):
 def test_left_over_examples_are_pointed_out():
     notes = quell.Setup(**{**SETUP, "batch_size": 300}).notes
     assert "do not divide into batches of 300" in notes[0]
+
+
+@pytest.mark.parametrize("sampling", ["balls-in-bins", "poisson", "cyclic_poisson", "best"])
+def test_amplified_plans_need_less_noise_and_verify(sampling, tmp_path):
+    small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4, "delta": 1e-5, "memory": 2, "draws": 2}
+    plain, amplified = quell.plan(**small), quell.plan(**small, sampling=sampling)
+    assert amplified.mechanism.rmse < plain.problem.dpsgd.rmse
+    by_name = {mechanism.name: mechanism for mechanism in plain.mechanisms}
+    for mechanism in amplified.mechanisms:
+        assert mechanism.rmse < by_name[mechanism.name].rmse * 1.02
+    path = tmp_path / "plan.json"
+    amplified.save(path)
+    assert [check for check in quell.verify(path) if not check.holds] == []
+
+    def claim_another(content):
+        for row in content["mechanisms"]:
+            row["sampling"] = "b_min_sep"
+
+    assert tampered(path, claim_another)
+
+
+def test_amplified_noise_does_not_buy_the_promise_without_the_sampling(tmp_path):
+    """The classic mistake: noise calibrated for random batches, training on fixed ones."""
+    small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4, "delta": 1e-5, "memory": 0, "draws": 1}
+    path = tmp_path / "plan.json"
+    quell.plan(**small, sampling="balls_in_bins").save(path)
+
+    def claim_cyclic(content):
+        content["setup"]["sampling"] = "cyclic"
+        for row in content["mechanisms"]:
+            row["sampling"] = row["guarantee"]["sampling"] = "cyclic"
+
+    assert any("its noise suffices" in str(check.stated) for check in tampered(path, claim_cyclic))

@@ -23,10 +23,9 @@ from rich.text import Text
 from quell import __version__, planning, report, verification, workload
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
-from quell.privacy import SCHEMES
 from quell.progress import listening
-from quell.sampling import Cyclic
-from quell.setup import Setup, refuse_decay_rate
+from quell.sampling import SCHEMES, Cyclic
+from quell.setup import Setup, refuse_decay_rate, scheme_name
 from quell.strategy import FAMILIES, Parameter, find
 
 HELP = """
@@ -68,7 +67,7 @@ Separation = Annotated[
 Momentum = Annotated[float, typer.Option(help="Momentum beta of the optimizer.")]
 WeightDecay = Annotated[float, typer.Option(help="Factor alpha that multiplies the weights each step; 1 for no decay.")]
 Schedule = Annotated[str | None, typer.Option(help="Learning-rate schedule: cosine or linear. Default: constant.")]
-Sampling = Annotated[str, typer.Option(help=f"How batches are formed: {', '.join(SCHEMES)}.")]
+Sampling = Annotated[str, typer.Option(help=f"How batches are formed: {', '.join(SCHEMES)}, or best.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw a plot: a .png, .svg or .pdf file.")]
 Normalise = Annotated[
@@ -98,7 +97,6 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Compare mechanisms for a training run and recommend one."""
-    _require_scheme(sampling)
     setup = Setup(
         examples=examples,
         batch_size=batch_size,
@@ -110,6 +108,7 @@ def plan(
         learning_rates=schedule,
         memory=_memory(memory),
         draws=draws,
+        sampling=sampling,
     )
     with _progress() as advance:
         chosen = planning.make_plan(setup, advance)
@@ -292,17 +291,11 @@ def _problem(
     schedule: str | None,
     sampling: str,
 ) -> Problem:
-    _require_scheme(sampling)
     refuse_decay_rate(weight_decay)
     scheme = Cyclic.from_epochs(steps, epochs) if separation is None else Cyclic(steps, separation)
     rates = None if schedule is None else workload.schedule(schedule, scheme.participation.steps)
     task = workload.sgd(steps, momentum, weight_decay, rates)
-    return Problem(task, scheme, epochs, epsilon, delta)
-
-
-def _require_scheme(sampling: str) -> None:
-    if sampling.replace("-", "_") not in SCHEMES:
-        raise QuellError(f"there is no sampling scheme {sampling!r}: use {', '.join(SCHEMES)}")
+    return Problem(task, scheme, epochs, epsilon, delta, scheme_name(sampling))
 
 
 def _memory(text: str) -> float | None:

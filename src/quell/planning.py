@@ -16,13 +16,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from quell.error import error
 from quell.errors import QuellError
 from quell.mechanism import MOST_NUMBERS, Mechanism, Problem
 from quell.progress import announce
+from quell.sampling import Cyclic
+from quell.sensitivity import sensitivity
 from quell.setup import Setup
-from quell.strategy import FAMILIES, Limits, Parameter
+from quell.strategy import FAMILIES, Limits, Parameter, Strategy, build
 
 FORMAT, VERSION = "quell-plan", 1
+COMPARISONS = len(FAMILIES)  # a plan takes the best of so many certificates, which share one failure probability
+_FINALISTS = 3  # candidates of a family that are estimated under an amplifying scheme
 
 Progress = Callable[[int, int, str], None]
 
@@ -121,24 +126,55 @@ def plan(progress: Progress | None = None, **setup: Any) -> Plan:
 
 
 def make_plan(setup: Setup, progress: Progress | None = None) -> Plan:
-    """The plan of a set-up: the best mechanism of every family, all that fit priced."""
+    """The plan of a set-up: the best mechanism of every family, each with a certified guarantee.
+
+    Within a family candidates are ranked by their RMSE without amplification, and where the scheme amplifies
+    the first few again by estimates under it; only the one that is kept is certified.
+    """
     problem = problem_of(setup)
-    best: dict[str, Mechanism] = {}
-    todo = list(_candidates(setup, problem))
-    for done, (name, parameters) in enumerate(todo):
+    best: list[Mechanism] = []
+    for done, (name, candidates) in enumerate(found := list(_candidates(setup, problem))):
         if progress is not None:
-            progress(done, len(todo), name)
+            progress(done, len(found), name)
         try:
-            mechanism = problem.price(name, **parameters)
-        except QuellError as refusal:  # a search that did not converge cannot be planned with; the others still can
+            best.append(_best_of(setup, problem, name, candidates))
+        except (
+            QuellError
+        ) as refusal:  # a search that did not converge, a scheme that does not fit: the others still can
             announce(str(refusal))
-            continue
-        if name not in best or _rank(setup, mechanism) < _rank(setup, best[name]):
-            best[name] = mechanism
     if progress is not None:
-        progress(len(todo), len(todo), "done")
-    rows = sorted(best.values(), key=lambda mechanism: mechanism.rmse)
+        progress(len(found), len(found), "done")
+    if not best:
+        raise QuellError(f"no mechanism goes with sampling={setup.sampling} here: use balls_in_bins, cyclic or best")
+    rows = sorted(best, key=lambda mechanism: mechanism.rmse)
     return Plan(setup, tuple(rows), recommend(setup, rows))
+
+
+def _best_of(setup: Setup, problem: Problem, name: str, candidates: list[dict[str, Parameter]]) -> Mechanism:
+    """The mechanism of one family with the least RMSE that fits the set-up, certified."""
+    plain: list[tuple[tuple[bool, float], Strategy]] = []
+    refusals: list[QuellError] = []
+    for parameters in candidates:
+        try:
+            strategy = build(name, problem.workload, problem.cycle.participation, None, **parameters)
+            moved = sensitivity(strategy, problem.cycle.participation)
+            cost = strategy.recurrence
+            misfit = cost.buffers > setup.buffer_limit or cost.draws > setup.draws
+            plain.append(((misfit, moved.value * error(strategy, problem.workload).rmse), strategy))
+        except QuellError as refusal:
+            refusals.append(refusal)
+    if not plain:
+        raise refusals[0]
+    plain.sort(key=lambda entry: entry[0])
+    if setup.sampling == Cyclic.name:
+        return problem.priced(plain[0][1])
+    options = [
+        (misfit, problem.estimated(strategy, sampling), sampling, strategy)
+        for (misfit, _), strategy in plain[:_FINALISTS]
+        for sampling in problem.schemes_for(strategy)
+    ]
+    _, _, sampling, strategy = min(options, key=lambda option: option[:2])
+    return problem.priced(strategy, sampling, COMPARISONS)  # where the two do not go together, this says why
 
 
 def recommend(setup: Setup, mechanisms: list[Mechanism] | tuple[Mechanism, ...]) -> int:
@@ -152,15 +188,18 @@ def fits(setup: Setup, mechanism: Mechanism) -> bool:
 
 
 def problem_of(setup: Setup) -> Problem:
-    return Problem(setup.workload, setup.sampling, setup.epochs, setup.epsilon, setup.delta)
+    return Problem(setup.workload, setup.cycle, setup.epochs, setup.epsilon, setup.delta, setup.sampling)
 
 
 def _rank(setup: Setup, mechanism: Mechanism) -> tuple[bool, float]:
     return not fits(setup, mechanism), mechanism.rmse
 
 
-def _candidates(setup: Setup, problem: Problem) -> Iterator[tuple[str, dict[str, Parameter]]]:
-    limits = Limits(problem.sampling.participation, setup.buffer_limit, setup.draws)
+def _candidates(setup: Setup, problem: Problem) -> Iterator[tuple[str, list[dict[str, Parameter]]]]:
+    limits = Limits(problem.cycle.participation, setup.buffer_limit, setup.draws)
     for family in FAMILIES.values():
-        for parameters in family.candidates(problem.workload, limits):
-            yield family.name, parameters
+        candidates = list(family.candidates(problem.workload, limits))
+        if "training" in family.objectives and setup.sampling != Cyclic.name:
+            candidates += [{**options, "objective": "training"} for options in candidates]  # amplification likes less
+        if candidates:
+            yield family.name, candidates

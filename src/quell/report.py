@@ -65,8 +65,8 @@ def details(problem: Problem, mechanism: Mechanism) -> str:
     """What lies behind one row: sensitivity, guarantee, and how an optimised strategy was found."""
     moved, how = mechanism.guarantee.sensitivity, mechanism.strategy.convergence
     lines = [
-        f"Sensitivity {moved.value:.6g} ({moved.kind}; {moved.method}) for {problem.sampling.participation.count} uses "
-        f"of an example at least {problem.sampling.separation:,} steps apart.",
+        f"Sensitivity {moved.value:.6g} ({moved.kind}; {moved.method}) for {problem.cycle.participation.count} uses "
+        f"of an example at least {problem.cycle.separation:,} steps apart.",
         f"Promise: {mechanism.guarantee}.",
     ]
     if how is not None:
@@ -87,7 +87,7 @@ def recommendation(plan: Plan) -> str:
     return (
         f"Use {label(chosen)} with noise multiplier {at_least(chosen.noise_multiplier)}: {gain:.2f} times less error "
         f"than DP-SGD at the same privacy, for {cost} and {draws} per step.\n"
-        f"Any mechanism without amplification has at least {problem.lower_bound / chosen.rmse:.0%} of its error. "
+        f"Without amplification no mechanism at all has an RMSE below {problem.lower_bound:.4g}. "
         f"Promise: {chosen.guarantee}."
     )
 

@@ -13,7 +13,15 @@ from functools import cached_property
 
 from quell import workload
 from quell.errors import QuellError, require_count, require_finite, require_privacy
-from quell.sampling import Cyclic
+from quell.sampling import SCHEMES, Cyclic
+
+
+def scheme_name(name: str) -> str:
+    """The name of a sampling scheme, hyphens allowed, or "best"."""
+    plain = str(name).replace("-", "_").lower()
+    if plain not in (*SCHEMES, "best"):
+        raise QuellError(f"there is no sampling scheme {name!r}: use {', '.join(SCHEMES)}, or best")
+    return plain
 
 
 def refuse_decay_rate(weight_decay: float) -> None:
@@ -33,6 +41,7 @@ class Setup:
     optimizer's weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one
     positive number per step (only ratios matter). `memory` is how many model-sized vectors may be kept for
     noise (None: no limit), `draws` how many noise vectors may be generated per step.
+    `sampling` is how batches are formed: a scheme of `quell.sampling`, or "best" for the one with the least error.
 
     >>> Setup(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5).steps
     3900
@@ -48,6 +57,7 @@ class Setup:
     learning_rates: str | Sequence[float] | None = None
     memory: float | None = 4.0
     draws: int = 16
+    sampling: str = "cyclic"
 
     def __post_init__(self) -> None:
         for name in ("examples", "batch_size", "epochs", "draws"):
@@ -60,6 +70,7 @@ class Setup:
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", delta)
         refuse_decay_rate(self.weight_decay)
+        object.__setattr__(self, "sampling", scheme_name(self.sampling))
         if self.memory is not None and require_finite("memory", self.memory) < 0:
             raise QuellError(
                 f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without buffers"
@@ -82,7 +93,8 @@ class Setup:
         return self.steps_per_epoch * self.epochs
 
     @property
-    def sampling(self) -> Cyclic:
+    def cycle(self) -> Cyclic:
+        """The epochs of the run: how its batches follow each other, whichever scheme fills them."""
         return Cyclic(self.steps, self.steps_per_epoch)
 
     @cached_property

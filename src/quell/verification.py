@@ -21,8 +21,9 @@ from quell import privacy
 from quell.error import error
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
-from quell.planning import FORMAT, VERSION, Plan, problem_of, recommend
+from quell.planning import COMPARISONS, FORMAT, VERSION, Plan, problem_of, recommend
 from quell.sampling import Cyclic
+from quell.sensitivity import sensitivity
 from quell.setup import Setup
 from quell.strategy import build, find
 
@@ -116,9 +117,17 @@ def _rebuild(problem: Problem, row: dict[str, Any]) -> Mechanism:
     names = (*family.required, *family.optional, *(("column_normalise",) if family.normalisable else ()))
     parameters = {name: row[name] for name in names if name in row}
     solution = np.asarray(row["solution"], dtype=np.float64) if "solution" in row else None
-    strategy = build(family.name, problem.workload, problem.sampling.participation, solution, **parameters)
+    strategy = build(family.name, problem.workload, problem.cycle.participation, solution, **parameters)
+    sampling = row["sampling"]
+    if sampling not in problem.schemes_for(strategy):
+        raise QuellError(f"the plan's sampling is {problem.sampling}, but the mechanism claims {sampling}")
     guarantee = privacy.certify(
-        strategy, problem.sampling, float(row["noise_multiplier"]), problem.epsilon, problem.delta
+        strategy,
+        problem.scheme_of(strategy, sampling),
+        float(row["noise_multiplier"]),
+        problem.epsilon,
+        problem.delta,
+        COMPARISONS,
     )
     return Mechanism(strategy, guarantee, error(strategy, problem.workload))
 
@@ -134,7 +143,7 @@ def _row_checks(problem: Problem, mechanism: Mechanism, row: dict[str, Any]) -> 
         else:
             same = type(row[key]) is type(expected) and row[key] == expected
             yield Check(f"{label}: {key}", _shown(row[key]), _shown(expected), same)
-    if isinstance(problem.sampling, Cyclic):
+    if mechanism.guarantee.sampling == Cyclic.name:
         below = mechanism.rmse < problem.lower_bound * (1 - _TOLERANCE)
         yield Check(f"{label}: rmse at least the lower bound", mechanism.rmse, problem.lower_bound, not below)
     if extra := sorted(set(row) - set(fresh)):
@@ -151,8 +160,8 @@ def _dense_checks(problem: Problem, mechanism: Mechanism, label: str) -> Iterato
     rmse = float(np.linalg.norm(decoder)) / math.sqrt(len(decoder)) * mechanism.noise_multiplier
     close = math.isclose(rmse, mechanism.rmse, rel_tol=1e-6)
     yield Check(f"{label}: rmse, dense", mechanism.rmse, rmse, close)
-    leftmost = float(np.linalg.norm(strategy[:, problem.sampling.participation.first_steps()].sum(axis=1)))
-    stated = mechanism.guarantee.sensitivity.value
+    leftmost = float(np.linalg.norm(strategy[:, problem.cycle.participation.first_steps()].sum(axis=1)))
+    stated = sensitivity(mechanism.strategy, problem.cycle.participation).value
     yield Check(f"{label}: sensitivity, leftmost pattern", stated, leftmost, leftmost <= stated)
 
 

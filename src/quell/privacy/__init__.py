@@ -1,11 +1,10 @@
 """Accountants: from noise to (epsilon, delta) and back, one sampling scheme at a time."""
 
-from quell.privacy.accounting import SCHEMES, calibrate, certify, delta, epsilon, estimate
+from quell.privacy.accounting import calibrate, certify, delta, epsilon, estimate
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Estimate, Guarantee
 
 __all__ = [
-    "SCHEMES",
     "Estimate",
     "Guarantee",
     "calibrate",

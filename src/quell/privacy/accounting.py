@@ -36,8 +36,6 @@ from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson,
 from quell.sensitivity import Sensitivity, sensitivity
 from quell.strategy.structure import Strategy
 
-SCHEMES = {Cyclic.name: Cyclic}  # what the command line offers so far; `quell.sampling.SCHEMES` lists all
-
 
 def calibrate(strategy: Strategy, sampling: Scheme, epsilon: float, delta: float, comparisons: int = 1) -> Guarantee:
     """The least noise with which the strategy is (epsilon, delta)-DP under the sampling scheme.

@@ -176,7 +176,7 @@ class ChainLedger:
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
         pair = self._pair(sigma)
         size = _CAREFUL if careful else _ROUGH
-        both = [importance.pilot(pair, way, epsilon, size, 1e-7) for way in importance.DIRECTIONS]
+        both = [importance.pilot(pair, way, epsilon, size) for way in importance.DIRECTIONS]
         worst = max(both, key=lambda each: each.estimate)
         return worst.estimate, worst.error / max(worst.estimate, 1e-300)
 

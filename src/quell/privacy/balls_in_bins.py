@@ -72,10 +72,10 @@ class BinLedger:
             return exact[1], 0.0
         pair = BinPair(self.bins, sigma)
         size = _CAREFUL if careful else _ROUGH
-        remove = importance.pilot(pair, "remove", epsilon, size, 1e-7)
+        remove = importance.pilot(pair, "remove", epsilon, size)
         if sampling_free(pair, "add", epsilon) < 0.1 * remove.estimate:
             return remove.estimate, remove.error / max(remove.estimate, 1e-300)
-        add = importance.pilot(pair, "add", epsilon, size, 1e-7)
+        add = importance.pilot(pair, "add", epsilon, size)
         worst = max(remove, add, key=lambda each: each.estimate)
         return worst.estimate, worst.error / max(worst.estimate, 1e-300)
 

@@ -66,7 +66,7 @@ class Pilot:
     direction: Direction
     estimate: float
     error: float  # one standard error
-    mixture: Mixture | None  # None: the event was never seen
+    mixture: Mixture | None  # None: not asked for, or the event was never seen
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ class Drawn:
     origin: NDArray[np.intp]  # which proposal each draw came from
 
 
-def pilot(pair: Pair, direction: Direction, epsilon: float, size: int, failure: float) -> Pilot:
-    """`size` draws from every candidate proposal."""
+def pilot(pair: Pair, direction: Direction, epsilon: float, size: int, failure: float | None = None) -> Pilot:
+    """`size` draws from every candidate proposal; a mixture is chosen where a certificate is to follow."""
     proposals = tuple(candidates(pair, direction, epsilon))
     drawn, constants = _draw(pair, direction, epsilon, proposals, [size] * len(proposals), None, _PILOT)
     even = np.full(len(proposals), 1.0 / len(proposals))
     values = _values(drawn, even)
     estimate, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
-    if not np.any(values > 0):
-        return Pilot(direction, 0.0, 0.0, None)
-    best = None
+    if failure is None or not np.any(values > 0):
+        return Pilot(direction, estimate, error, None)
+    best, least = None, _least_variance(drawn, even)
     for blend in _BLENDS:
-        shares = (1 - blend) * _least_variance(drawn, even) + blend * np.eye(len(proposals))[0]
+        shares = (1 - blend) * least + blend * np.eye(len(proposals))[0]
         mixture = _promise(pair, direction, epsilon, proposals, shares, constants, drawn)
         cost = draws_needed(_SLACK * estimate, mixture.variance, mixture.most, failure)
         if best is None or cost < best[0]:

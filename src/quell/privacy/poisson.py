@@ -20,7 +20,7 @@ from quell.sampling import CyclicPoisson, Poisson
 from quell.sensitivity import Sensitivity
 from quell.strategy.structure import Strategy, TreeStrategy
 
-_COARSE, _FINE = 1e-3, 1e-4  # discretisation of losses, per unit of ε below 1
+_COARSE, _FINE = 1e-3, 1e-4  # discretisation of losses, finer where ε is below 1
 _NO_LOSS = 1e-13  # what truncation in the library adds to a δ that is 0
 
 
@@ -45,14 +45,14 @@ class PoissonLedger:
         return self.column * min(gaussian_sigma(epsilon, delta) * max(often, 0.3), self.safe_sigma(epsilon, delta))
 
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
-        spacing = (_FINE if careful else _COARSE) * min(1.0, epsilon)
+        spacing = (_FINE if careful else _COARSE) * _share(epsilon)
         return float(self._composed(sigma, spacing, True).get_delta_for_epsilon(epsilon)), 0.0
 
     def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
         return 0.0
 
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
-        spacing = _FINE * min(1.0, epsilon)
+        spacing = _FINE * _share(epsilon)
         upper = float(self._composed(sigma, spacing, True).get_delta_for_epsilon(epsilon))
         lower = float(self._composed(sigma, spacing, False).get_delta_for_epsilon(epsilon))
         method = f"privacy loss distribution of {self.rounds:,} subsampled Gaussians (dp-accounting)"
@@ -75,6 +75,10 @@ class PoissonLedger:
             use_connect_dots=pessimistic,
         )
         return once.self_compose(self.rounds)
+
+
+def _share(epsilon: float) -> float:
+    return min(1.0, max(epsilon, 0.2))
 
 
 def ledger_of(strategy: Strategy, sampling: Poisson | CyclicPoisson) -> PoissonLedger:

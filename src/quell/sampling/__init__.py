@@ -5,7 +5,6 @@ worker and can be resumed at any step; `quell.privacy` prices it, looked up by t
 way to write down batches of one kind with the guarantee of another.
 """
 
-from quell.sampling.batches import Batches, batches
 from quell.sampling.participation import MOST_STEPS, Participation
 from quell.sampling.schemes import (
     SCHEMES,
@@ -17,6 +16,7 @@ from quell.sampling.schemes import (
     Scheme,
     scheme,
 )
+from quell.sampling.stream import Batches, batches
 
 __all__ = [
     "MOST_STEPS",
