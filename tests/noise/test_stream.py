@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,15 +72,61 @@ def test_going_back_needs_a_declared_replay(seeded: Seeded) -> None:
 def test_a_step_that_failed_half_way_counts_as_released(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = _stream(seeded(1))
     stream.add_(_zeros())
+    saved = stream.state_dict()
     with monkeypatch.context() as patch:
         patch.setattr(stream._engine, "add", lambda tensors: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             stream.add_(_zeros())
+    for after in (lambda: stream.add_(_zeros()), stream.state_dict):
+        with pytest.raises(QuellError, match="failed half-way: load the last saved state"):
+            after()
     with pytest.raises(QuellError, match="released steps up to 1, and step 1 would come again"):
-        stream.add_(_zeros())
-    stream.load_state_dict(stream.state_dict(), replay=True)
+        stream.load_state_dict(saved)
+    stream.load_state_dict(saved, replay=True)
     stream.add_(_zeros())
     assert stream.step == 2
+
+
+def test_twins_made_from_one_state_cannot_both_go_on() -> None:
+    """Branching from a checkpoint: the second stream to release a step is refused, whichever it is."""
+    key = Key.generate()
+    first, second = _stream(key), _stream(key)
+    first.add_(_zeros())
+    second.load_state_dict(first.state_dict())
+    second.add_(_zeros())
+    with pytest.raises(QuellError, match="another stream with this key has released step 1"):
+        first.add_(_zeros())
+
+
+def test_a_failed_restore_does_not_start_again_at_row_zero(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quell.noise.cpu import CpuEngine
+
+    straight, stream = _stream(seeded(1)), _stream(seeded(1))
+    for _ in range(2):
+        straight.add_(_zeros())
+    stream.load_state_dict(straight.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuEngine, "restore", lambda *_: 1 / 0)  # out of memory, say
+        with pytest.raises(ZeroDivisionError):
+            stream.add_(_zeros())
+    due, again = _zeros(), _zeros()
+    straight.add_(due)
+    stream.add_(again)
+    np.testing.assert_array_equal(due, again)
+
+
+def test_a_fork_cannot_go_on_with_the_parents_stream(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = _stream(seeded(1))
+    stream.add_(_zeros())
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(QuellError, match="does not survive a fork"):
+        stream.add_(_zeros())
+
+
+def test_two_threads_cannot_share_a_row(seeded: Seeded) -> None:
+    stream = _stream(seeded(1))
+    with stream._turn, pytest.raises(QuellError, match="two threads"):
+        stream.add_(_zeros())
 
 
 def test_going_back_to_the_start_empties_the_buffers(seeded: Seeded) -> None:

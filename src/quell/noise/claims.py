@@ -33,9 +33,14 @@ def register(key: Key, shards: tuple[Shard, ...]) -> Claim:
 
 def released(key: Key, own: Claim) -> int:
     """How many steps of any of `own`'s elements were released under this key, by its stream or another."""
-    most = own.released
+    return max(own.released, released_by_others(key, own))
+
+
+def released_by_others(key: Key, own: Claim) -> int:
+    """How many steps of any of `own`'s elements other streams of this process have released under this key."""
+    most = 0
     for claim in _claims.get(key.id, ()):
-        if claim.released > most and _overlap(claim.shards, own.shards):
+        if claim is not own and claim.released > most and _overlap(claim.shards, own.shards):
             most = claim.released
     return most
 

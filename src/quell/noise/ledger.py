@@ -53,6 +53,7 @@ class Ledger:
             self._handle = -1
             raise
         self._exact = dict(self._bounds)  # without what this process reserves ahead
+        self._process = os.getpid()
 
     def released(self, key_id: str) -> int:
         """How many steps of this key must count as released."""
@@ -66,6 +67,8 @@ class Ledger:
 
     def settle(self) -> None:
         """Take back what was reserved but not released, so that an exact checkpoint can resume."""
+        if os.getpid() != self._process:
+            return  # a forked child knows nothing of what its parent has released since
         for key_id, exact in self._exact.items():
             if exact < self.released(key_id):
                 self._write(key_id, exact)
@@ -115,6 +118,8 @@ class Ledger:
         return bounds
 
     def _write(self, key_id: str, bound: int) -> None:
+        if os.getpid() != self._process:
+            raise QuellError(f"the ledger {self.path} belongs to the parent process: a forked child needs its own run")
         if self._handle < 0:
             raise QuellError(f"the ledger {self.path} was closed: open it again to release more steps")
         line = (json.dumps({"key": key_id, "released": bound}) + "\n").encode()

@@ -7,7 +7,9 @@ data order is the plan's own. Then the noise is the same too, and a repeated rel
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -84,6 +86,8 @@ class NoiseStream:
         self._claim = claims.register(key, self.shards)
         self._replay = replay
         self._fresh = False  # whether the next step is known not to have been released before
+        self._torn = False  # whether a failure may have left counter and buffers apart
+        self._turn, self._process = threading.Lock(), os.getpid()
         self._engine: Engine | None = None
         self._home: Any = None  # the device of its tensors; None while there is no engine, or for NumPy
         self._waiting: tuple[int, list[Any] | None] = (0, None)  # step and buffers, until there is an engine
@@ -104,9 +108,20 @@ class NoiseStream:
 
     def add_(self, tensors: Any, *, step: int | None = None) -> None:
         """Add the next row of noise to the gradients in place. `step`, if given, must be the one that is due."""
-        _uncompiled(self._add)(tensors, step)
+        _uncompiled(self._add_alone)(tensors, step)
+
+    def _add_alone(self, tensors: Any, step: int | None) -> None:
+        if os.getpid() != self._process:
+            raise QuellError("a noise stream does not survive a fork: parent and child would add the same rows")
+        if not self._turn.acquire(blocking=False):
+            raise QuellError("two threads asked one noise stream for a row at the same time: call add_ from one thread")
+        try:
+            self._add(tensors, step)
+        finally:
+            self._turn.release()
 
     def _add(self, tensors: Any, step: int | None) -> None:
+        self._require_whole()
         listed = arrays.as_list(tensors)
         engine = self._ready(listed)
         due = engine.step
@@ -117,9 +132,9 @@ class NoiseStream:
         if due >= self.steps:
             raise QuellError(f"the plan ends after {self.steps:,} steps: stop here, or make a new plan and a new key")
         self._release(due, engine.capturing())
-        self._fresh = False  # should the engine fail half-way, this step counts as released
+        self._fresh, self._torn = False, True  # should the engine fail half-way, this step counts as released
         engine.add(listed)
-        self._fresh = True
+        self._fresh, self._torn = True, False
 
     def prepare(self, tensors: Any) -> None:
         """Set everything up for `add_` without releasing a step: call it before capturing a CUDA graph."""
@@ -130,6 +145,7 @@ class NoiseStream:
         """The step and copies of the buffers, to be saved in a checkpoint. The key is not in it."""
         if self.ledger is not None:
             self.ledger.settle()
+        self._require_whole()
         step, buffers = self._waiting
         if self._engine is not None:
             keeps = self.buffers and not self._recipe.keep_draw
@@ -172,6 +188,10 @@ class NoiseStream:
     def _check(self, saved: Mapping[str, Any]) -> None:
         state.check(saved, self.spec.fingerprint, self.generator, self._key.id, self.steps)
 
+    def _require_whole(self) -> None:
+        if self._torn:
+            raise QuellError("an earlier step failed half-way: load the last saved state before going on")
+
     def _move(self, step: int, buffers: list[Any] | None, replay: bool) -> None:
         self._require_new(step, replay)
         if step and buffers is None and self.buffers and not self._recipe.keep_draw:
@@ -179,16 +199,17 @@ class NoiseStream:
         if self._engine is None:
             self._waiting = (step, buffers)
         else:
+            self._torn = True
             self._engine.restore(step, buffers)
-        self._replay, self._fresh = replay, True
+        self._replay, self._fresh, self._torn = replay, True, False
 
     def _ready(self, tensors: list[Any]) -> Engine:
         arrays.check(tensors, self.shards)
         device = arrays.device_of(tensors[0]) if tensors else None
         if self._engine is None:
-            self._engine, self._home = self._make_engine(device), device
-            self._engine.restore(*self._waiting)
-            self._waiting = (0, None)
+            engine = self._make_engine(device)
+            engine.restore(*self._waiting)  # may run out of memory: the state keeps waiting for the next try
+            self._engine, self._home, self._waiting = engine, device, (0, None)
         if device != self._home:
             raise QuellError(
                 f"the stream works on {self._home or 'NumPy arrays'}, these tensors are {device or 'NumPy arrays'}: "
@@ -214,6 +235,8 @@ class NoiseStream:
         if not self._fresh:
             self._require_new(step, self._replay)
             self._fresh = True
+        elif not self._replay and step < claims.released_by_others(self._key, self._claim):
+            raise QuellError(f"another stream with this key has released step {step:,} already: {_REPLAY}")
         until = self.steps if capturing else step + 1
         if self.ledger is not None:
             self.ledger.record(self._key.id, until)
