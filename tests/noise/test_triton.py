@@ -5,7 +5,9 @@ Where there is a GPU the same tests run on it (the interpreter is off then, see 
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
 
+from quell import QuellError  # noqa: E402
 from quell.noise import Key, Shard, generators, normal, triton_kernels  # noqa: E402
 from quell.noise.cpu import CpuEngine  # noqa: E402
 from quell.noise.gpu import GpuEngine  # noqa: E402
@@ -160,3 +163,31 @@ def test_graphs_replay_the_next_step(seeded: Seeded) -> None:
         cpu.add([a])
     assert gpu.step == cpu.step == 6
     torch.testing.assert_close(a, b.cpu(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA streams need a GPU")
+def test_steps_on_different_streams_follow_each_other(seeded: Seeded) -> None:
+    """The first step waits behind a long kernel on its own stream; the second, on another, must not overtake it."""
+    recipe, shards, key = spec("bsr").recipe(), (Shard(0, 0, 5000),), seeded(48)
+    cpu, gpu = CpuEngine(recipe, "philox", key, shards, 1), GpuEngine(recipe, "philox", key, shards, DEVICE)
+    made = [torch.zeros(5000, device=DEVICE) for _ in range(4)]
+    gpu.prepare([made[0]])
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for number, gradient in enumerate(made):
+        with torch.cuda.stream(side if number % 2 == 0 else torch.cuda.current_stream()):
+            if number % 2 == 0:
+                torch.cuda._sleep(100_000_000)
+            gpu.add([gradient])
+    torch.cuda.synchronize()
+    for gradient in made:
+        expected = torch.zeros(5000)
+        cpu.add([expected])
+        torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_an_engine_never_carries_its_key_away(seeded: Seeded) -> None:
+    engine = GpuEngine(spec("independent").recipe(), "philox", seeded(49), SHARDS, DEVICE)
+    for twin in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(QuellError, match="never pickled or copied"):
+            twin(engine)
