@@ -77,7 +77,11 @@ def test_errors_do_not_quote_a_key_of_the_wrong_kind() -> None:
     assert "thirty" not in str(caught.value)
 
 
-@pytest.mark.parametrize("secret", [bytes(32), b"\xff" * 32, b"\x01\x02\x03\x04" * 8, bytes(31) + b"\x01"])
+@pytest.mark.parametrize(
+    "secret",
+    [bytes(32), b"\xff" * 32, b"\x01\x02\x03\x04" * 8, bytes(31) + b"\x01"],
+    ids=["zeros", "ones", "repeated", "nearly zeros"],
+)
 def test_keys_that_can_be_guessed_are_refused(secret: bytes, tmp_path: Path) -> None:
     with pytest.raises(QuellError, match="can be guessed") as caught:
         Key(secret)

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
 
 from quell import QuellError  # noqa: E402
-from quell.noise import Key, Shard, generators, normal, triton_kernels  # noqa: E402
+from quell.noise import Key, Shard, generators, normal, triton_kernels, triton_random  # noqa: E402
 from quell.noise.cpu import CpuEngine  # noqa: E402
 from quell.noise.gpu import GpuEngine  # noqa: E402
 from quell.noise.layout import LANES  # noqa: E402
@@ -43,6 +44,39 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _gradients(dtype: Any = torch.float32) -> list[Any]:
     return [torch.full((shard.length,), 0.5, dtype=dtype, device=DEVICE) for shard in SHARDS]
+
+
+@triton.jit
+def _store_words(key, counters, out, CHACHA: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, SIZE)
+    block, high = tl.load(counters + lane), tl.load(counters + SIZE)
+    step, tensor = tl.load(counters + SIZE + 1), tl.load(counters + SIZE + 2)
+    if CHACHA:
+        words = triton_random.chacha20(key, block, high, step, tensor)
+        for i in tl.static_range(16):
+            tl.store(out + i * SIZE + lane, words[i])
+    else:
+        words = triton_random.philox(key, block, high, step, tensor)
+        for i in tl.static_range(4):
+            tl.store(out + i * SIZE + lane, words[i])
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_words_equal_the_reference_bit_for_bit(generator: str) -> None:
+    """Words are integers, so the compiled generator has no excuse: random counters and keys, the largest included."""
+    random, lanes = np.random.default_rng(40), 32
+    reference = generators.chacha20_block if generator == "chacha20" else generators.philox4x32
+    for trial in range(8):
+        key = random.integers(0, 2**32, 8 if generator == "chacha20" else 2, dtype=np.uint32)
+        counters = random.integers(0, 2**32, lanes + 3, dtype=np.uint32)
+        if trial == 0:
+            key[:], counters[:] = 2**32 - 1, 2**32 - 1
+        rest = [np.full(lanes, value) for value in counters[lanes:]]
+        expected = reference(key, (counters[:lanes], *rest))  # type: ignore[arg-type]
+        made = torch.zeros(expected.shape, dtype=torch.uint32, device=DEVICE)
+        arguments = (torch.from_numpy(values).to(DEVICE) for values in (key, counters))
+        _store_words[(1,)](*arguments, made, CHACHA=generator == "chacha20", SIZE=lanes)
+        np.testing.assert_array_equal(made.cpu().numpy(), expected)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
