@@ -14,14 +14,16 @@ import stat
 import warnings
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, NoReturn, final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quell.errors import QuellError, require_count
+from quell.noise.secrecy import never_copied
 
 KEY_BYTES: Final = 32
+LEAST_DISTINCT_BYTES: Final = 8  # a random key has fewer with probability below 10⁻³⁰
 _FILE_MARK: Final = "quell-key-1"
 
 
@@ -40,19 +42,25 @@ class Key:
     True
     """
 
-    __slots__ = ("_secret", "id", "seeded")
+    __slots__ = ("_secret", "fresh", "id", "seeded")
 
-    def __init__(self, secret: bytes, *, _seeded: bool = False) -> None:
+    fresh: bool  # made by this process, so nothing was released under it before
+    id: str
+    seeded: bool  # made from a seed, so it promises nothing
+
+    def __init__(self, secret: bytes, *, _seeded: bool = False, _fresh: bool = False) -> None:
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise QuellError(f"a key is {KEY_BYTES} bytes: make one with Key.generate()")  # the value stays unnamed
+        if len(set(secret)) < LEAST_DISTINCT_BYTES:
+            raise QuellError("this key repeats a few byte values, so it can be guessed: make one with Key.generate()")
         self._secret = secret
         self.id = _digest(secret, b"quell key id", 8).hex()
-        self.seeded = _seeded
+        self.seeded, self.fresh = _seeded, _fresh
 
     @classmethod
     def generate(cls) -> Key:
         """A fresh key from the operating system's entropy."""
-        return cls(secrets.token_bytes(KEY_BYTES))
+        return cls(secrets.token_bytes(KEY_BYTES), _fresh=True)
 
     @classmethod
     def from_seed(cls, seed: int) -> Key:
@@ -122,8 +130,9 @@ class Key:
     def __repr__(self) -> str:
         return f"<Key {self.id}{' from a seed: NO privacy' if self.seeded else ''}>"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise QuellError("a key is never pickled or copied: keep it apart with key.save(path) and Key.load(path)")
+    __reduce_ex__ = never_copied(
+        "a key is never pickled or copied: keep it apart with key.save(path) and Key.load(path)"
+    )
 
 
 def _digest(content: bytes, person: bytes, size: int) -> bytes:
