@@ -117,12 +117,12 @@ def plan(
     )
     with _progress() as advance:
         chosen = planning.make_plan(setup, advance)
-    if save is not None:
-        chosen.save(save)
-    if plot is not None:
-        plots.draw(chosen, plot)
-    if html is not None:
-        page.write(chosen, html)
+        if save is not None:
+            chosen.save(save)
+        if plot is not None:
+            plots.draw(chosen, plot)
+        if html is not None:
+            page.write(chosen, html)
     if as_json:
         _print_json(chosen.as_dict())
         return
@@ -148,8 +148,7 @@ def serve(
     sampling: Sampling = "cyclic",
 ) -> None:
     """Show plans live in a browser, with sliders, on this machine only."""
-    from quell.page.server import PageServer
-    from quell.page.server import serve as answer
+    from quell.page import server
 
     setup = Setup(
         examples=examples,
@@ -164,10 +163,7 @@ def serve(
         draws=draws,
         sampling=sampling,
     )
-    server = PageServer(setup, port)
-    console.print(f"Open {server.url} in a browser; Ctrl-C ends.", highlight=False)
-    answer(server)
-    console.print("Stopped.")
+    server.serve(setup, port, lambda text: console.print(text, highlight=False))
 
 
 @app.command()

@@ -30,8 +30,8 @@ _NEIGHBOURS = {
 }
 
 
-def content_of(plan: Plan) -> dict[str, Any]:
-    """The page's data, ready for JSON."""
+def content_of(plan: Plan, with_estimates: bool = True) -> dict[str, Any]:
+    """The page's data, ready for JSON; estimates of ε for other noise are made for the recommended mechanism only."""
     setup, problem = plan.setup, plan.problem
     return {
         "version": __version__,
@@ -43,9 +43,10 @@ def content_of(plan: Plan) -> dict[str, Any]:
         "steps": setup.steps,
         "lower_bound": problem.lower_bound,
         "recommended": plan.recommended,
-        "baseline": _row(plan, problem.dpsgd, with_estimates=False),
+        "frontier": _frontier(plan.mechanisms),
+        "baseline": _row(plan, problem.dpsgd, False),
         "mechanisms": [
-            _row(plan, mechanism, with_estimates=index == plan.recommended)
+            _row(plan, mechanism, with_estimates and index == plan.recommended)
             for index, mechanism in enumerate(plan.mechanisms)
         ],
     }
@@ -77,6 +78,15 @@ def privacy_statement(plan: Plan) -> list[dict[str, str]]:
         "learning rates), and what the data as a whole reveal about anyone, in it or not.",
     }
     return [{"title": title, "text": text} for title, text in statement.items()]
+
+
+def _frontier(mechanisms: tuple[Mechanism, ...]) -> list[int]:
+    """Those that no other beats with as little memory, least memory first."""
+    found: list[int] = []
+    for index in sorted(range(len(mechanisms)), key=lambda i: (mechanisms[i].buffers, mechanisms[i].rmse)):
+        if not found or mechanisms[index].rmse < mechanisms[found[-1]].rmse:
+            found.append(index)
+    return found
 
 
 def _proof(guarantee: Guarantee) -> str:

@@ -7,6 +7,7 @@ drawn lower than it is.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -17,13 +18,16 @@ from quell.error import query_variances
 from quell.errors import QuellError, at_least
 from quell.mechanism import Mechanism, Problem
 from quell.privacy import gaussian_sigma
-from quell.sampling import Cyclic
+from quell.progress import announce
+from quell.sampling import Cyclic, Scheme
 from quell.strategy import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 from quell.workload import Workload
 
 Curve = dict[str, list[float]]
 _BUCKETS = 100
-_GUARANTEED_POINTS, _ESTIMATED_POINTS = 33, 9  # an estimate under amplification takes a good part of a second
+_VISIBLE = 0.02  # difference between two shares that a picture can show
+_GUARANTEED_POINTS = 33
+_ESTIMATED_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of ε: an estimate under amplification can take a second
 
 
 def error_curve(mechanism: Mechanism, workload: Workload) -> Curve:
@@ -37,10 +41,14 @@ def cancellation_curves(strategy: Strategy, workload: Workload) -> list[dict[str
     """What share of one step's noise is still in the model t steps later; from several steps where they differ."""
     n = workload.steps
     alike = workload.is_toeplitz and isinstance(strategy, ToeplitzStrategy) and strategy.column_scale is None
-    curves: list[dict[str, object]] = []
-    for start in (0,) if alike else sorted({0, n // 2, 3 * n // 4}):
+    shares: dict[int, Array] = {}
+    for start in (0,) if alike else sorted({0, max(0, n // 2 - 1), max(0, 3 * n // 4 - 1)}):
         remaining = noise_remaining(strategy, workload, start)
         share = remaining / remaining[0]
+        if all(np.max(np.abs(share - other[: len(share)])) > _VISIBLE for other in shares.values()):
+            shares[start] = share
+    curves: list[dict[str, object]] = []
+    for start, share in shares.items():
         kept = _extremes(share, np.geomspace(1, len(share) + 1, _BUCKETS + 1) - 1)
         curves.append({"start": start + 1, "x": [float(i + 1) for i in kept], "y": _short(share[kept])})
     return curves
@@ -66,30 +74,35 @@ def epsilon_curve(problem: Problem, mechanism: Mechanism, with_estimates: bool) 
     Without amplification every point is a guarantee, so numbers are rounded up. Under an amplifying scheme only the
     plan's own point is certified and the rest of the curve is estimated.
     """
-    planned, delta = mechanism.guarantee.epsilon, mechanism.guarantee.delta
-    guaranteed = mechanism.guarantee.sampling == Cyclic.name
-    if not guaranteed and not with_estimates:
+    guarantee = mechanism.guarantee
+    guaranteed = guarantee.sampling == Cyclic.name
+    if guaranteed:  # what `calibrate` does, without pricing the sensitivity again for every point
+        epsilons = np.geomspace(guarantee.epsilon / 8, guarantee.epsilon * 8, _GUARANTEED_POINTS)
+        points = {float(e): guarantee.sensitivity.value * gaussian_sigma(float(e), guarantee.delta) for e in epsilons}
+    elif with_estimates:
+        points = _estimated_points(problem.scheme_of(mechanism.strategy, guarantee.sampling), mechanism)
+    else:
         return None
-    reach, points = (8.0, _GUARANTEED_POINTS) if guaranteed else (4.0, _ESTIMATED_POINTS)
-    epsilons, sigmas = [], []
-    for epsilon in np.geomspace(planned / reach, planned * reach, points):
-        try:
-            sigmas.append(_noise_for(problem, mechanism, float(epsilon), delta, guaranteed))
-            epsilons.append(float(epsilon))
-        except QuellError:  # beyond what the accountant can tell: the curve is shorter
-            continue
     return {
         "guaranteed": guaranteed,
-        "x": [float(at_least(sigma, 5)) for sigma in sigmas],
-        "y": [float(at_least(epsilon, 5)) for epsilon in epsilons],
+        "x": [float(at_least(sigma, 5)) for sigma in points.values()],
+        "y": [float(at_least(epsilon, 5)) for epsilon in points],
     }
 
 
-def _noise_for(problem: Problem, mechanism: Mechanism, epsilon: float, delta: float, guaranteed: bool) -> float:
-    if guaranteed:  # what `calibrate` does, without pricing the sensitivity again for every point
-        return mechanism.guarantee.sensitivity.value * gaussian_sigma(epsilon, delta)
-    scheme = problem.scheme_of(mechanism.strategy, mechanism.guarantee.sampling)
-    return privacy.estimate(mechanism.strategy, scheme, epsilon, delta).noise_multiplier
+@lru_cache(maxsize=4)  # one command may ask for a page and for a picture
+def _estimated_points(scheme: Scheme, mechanism: Mechanism) -> dict[float, float]:
+    """About the noise at a few other ε, with the plan's own in its place."""
+    points = {}
+    for factor in _ESTIMATED_FACTORS:
+        epsilon, delta = mechanism.guarantee.epsilon * factor, mechanism.guarantee.delta
+        announce(f"estimating the noise for ε = {epsilon:g}")
+        try:
+            points[epsilon] = privacy.estimate(mechanism.strategy, scheme, epsilon, delta).noise_multiplier
+        except QuellError:  # beyond what the accountant can tell: the curve is shorter
+            continue
+    points[mechanism.guarantee.epsilon] = mechanism.noise_multiplier
+    return dict(sorted(points.items()))
 
 
 def _noising_column(strategy: Strategy, start: int) -> Array:

@@ -144,7 +144,7 @@ class Desk:
             still_wanted()
             plan = draft_plan(question.setup) if question.draft else make_plan(question.setup, still_wanted)
             still_wanted()
-            return content_of(plan)
+            return content_of(plan, with_estimates=False)
 
     def _ticket(self, page: str) -> int:
         with self._writing:

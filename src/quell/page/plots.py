@@ -42,13 +42,17 @@ def draw(plan: Plan, path: str | Path) -> None:
 
 
 def _draw_memory(axes: Axes, content: dict[str, Any]) -> None:
-    for index, row in enumerate(content["mechanisms"]):
-        colour = _GREEN if index == content["recommended"] else _GREY
-        axes.plot(row["buffers"], row["rmse"], marker="o", color=colour)
-        axes.annotate(row["label"], (row["buffers"], row["rmse"]), (6, 0), textcoords="offset points", fontsize="small")
-    axes.axhline(content["lower_bound"], color=_PURPLE, linestyle="--", label="lower bound without amplification")
+    rows = content["mechanisms"]
+    for index, row in enumerate(rows):
+        axes.plot(row["buffers"], row["rmse"], "o", color=_GREEN if index == content["recommended"] else _GREY)
+    best = [rows[index] for index in content["frontier"]]
+    axes.step([row["buffers"] for row in best], [row["rmse"] for row in best], "--", where="post", color=_GREY)
+    for row in [*best, content["baseline"]]:
+        axes.annotate(row["label"], (row["buffers"], row["rmse"]), (4, 5), textcoords="offset points", fontsize="small")
+    axes.axhline(content["lower_bound"], color=_PURPLE, linestyle="-.", label="lower bound without amplification")
     axes.set(title="Error against memory", xlabel="model-sized buffers", ylabel="RMSE", yscale="log")
     axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(-0.3, 10 * max(1, *(row["buffers"] for row in rows)))
 
 
 def _draw_epsilon(axes: Axes, row: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -111,11 +112,13 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: the terminal belongs to the person who started the server."""
 
 
-def serve(server: PageServer) -> None:
+def serve(setup: Setup, port: int, say: Callable[[str], None]) -> None:
     """Answer until interrupted."""
+    server = PageServer(setup, port)
     try:
+        say(f"Open {server.url} in a browser; Ctrl-C ends.")
         server.serve_forever()
     except KeyboardInterrupt:
-        pass
+        say("Stopped.")
     finally:
         server.server_close()

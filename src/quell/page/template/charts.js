@@ -58,7 +58,7 @@ function logTicks(low, high, kind) {
 }
 
 // spec: {title, xLabel, yLabel, xScale, yScale, empty, describe(series, i),
-//        series: [{name, kind, x, y, line, dots, kinds, steps, onPick(i)}]}
+//        series: [{name, kind, x, y, line, dots, steps, onPick(i)}]}
 function drawChart(figure, spec) {
   figure.replaceChildren();
   const caption = make(figure, "figcaption", { id: `${figure.id}-title` }, spec.title);
@@ -108,7 +108,7 @@ function drawSeries(svg, s, points) {
     make(svg, "path", { class: `series ${s.kind}`, d: path });
   }
   if (s.dots) points.forEach(([px, py], i) => {
-    const dot = make(svg, "circle", { class: `dot ${s.kinds?.[i] ?? s.kind}`, cx: px, cy: py, r: s.kinds?.[i] ? 6 : 4.5 });
+    const dot = make(svg, "circle", { class: `dot ${s.kind}`, cx: px, cy: py, r: s.kind ? 6 : 4.5 });
     if (s.onPick) dot.addEventListener("click", () => s.onPick(i));
   });
 }

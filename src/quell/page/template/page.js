@@ -79,26 +79,21 @@ function compared(plan) {
 }
 
 function drawPareto(plan) {
-  const rows = [...plan.mechanisms.keys()].sort((i, j) =>
-    plan.mechanisms[i].buffers - plan.mechanisms[j].buffers || plan.mechanisms[i].rmse - plan.mechanisms[j].rmse);
-  const frontier = { name: "best for so much memory", kind: "frontier", line: true, steps: true, x: [], y: [], rows: [] };
-  for (const i of rows) {
-    const row = plan.mechanisms[i];
-    if (frontier.y.length && row.rmse >= frontier.y.at(-1)) continue;
-    frontier.x.push(row.buffers); frontier.y.push(row.rmse); frontier.rows.push(row);
-  }
-  const most = Math.max(...plan.mechanisms.map(row => row.buffers), 1);
-  const last = frontier.rows.at(-1);
-  if (last.buffers < most) { frontier.x.push(most); frontier.y.push(last.rmse); frontier.rows.push(last); }
-  const all = {
-    name: "mechanisms", kind: "", dots: true, x: plan.mechanisms.map(row => row.buffers), rows: plan.mechanisms,
-    y: plan.mechanisms.map(row => row.rmse), onPick: index => choose(plan, index),
-    kinds: plan.mechanisms.map((_, i) => i === chosen && i !== plan.recommended ? "chosen" : i === plan.recommended ? "recommended" : ""),
+  const kindOf = i => i === plan.recommended ? "recommended" : i === chosen ? "chosen" : "";
+  const dots = (name, kind) => {
+    const at = [...plan.mechanisms.keys()].filter(i => kindOf(i) === kind), rows = at.map(i => plan.mechanisms[i]);
+    return { name: name(rows), kind, rows, dots: true, x: rows.map(row => row.buffers), y: rows.map(row => row.rmse), onPick: i => choose(plan, at[i]) };
+  };
+  const best = plan.frontier.map(i => plan.mechanisms[i]), most = Math.max(...plan.mechanisms.map(row => row.buffers), 1);
+  if (best.at(-1).buffers < most) best.push({ ...best.at(-1), at: most });
+  const frontier = {
+    name: "best for so much memory", kind: "frontier", line: true, steps: true, rows: best,
+    x: best.map(row => row.at ?? row.buffers), y: best.map(row => row.rmse),
   };
   const bound = { name: "lower bound without amplification", kind: "bound", line: true, x: [0, most], y: [plan.lower_bound, plan.lower_bound] };
   drawChart(element("pareto"), {
     title: "Error against memory", xLabel: "model-sized buffers", yLabel: "RMSE", xScale: "count", yScale: "log",
-    series: [all, frontier, bound],
+    series: [dots(() => "other mechanisms", ""), dots(rows => rows[0]?.label, "recommended"), dots(rows => rows[0]?.label, "chosen"), frontier, bound],
     describe: (s, i) => s.rows
       ? `${s.rows[i].label}: RMSE ${show(s.rows[i].rmse)} with ${s.rows[i].buffers.toLocaleString("en")} buffers`
       : `No mechanism without amplification has an RMSE below ${show(plan.lower_bound)}`,
@@ -138,7 +133,7 @@ function drawEpsilon(plan) {
       : `About ε = ${show(s.y[i])} with noise multiplier ${show(s.x[i])}: an estimate, not a guarantee`,
   });
   if (!row.epsilon) make(element("epsilon"), "p", { class: "fine" },
-    "Under amplified batches the rest of the curve is estimated for the recommended mechanism only.");
+    "With amplification only the planned noise is certified. quell plan --html also estimates ε for other noise, for the recommended mechanism.");
 }
 
 const DATA = JSON.parse(element("data").textContent);
