@@ -11,10 +11,11 @@ convolutions run in.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 CHANNELS = (3, 32, 32, 64, 64, 128, 128)
 Params = list[Tensor]  # weight, bias of each layer in turn
@@ -23,7 +24,7 @@ Params = list[Tensor]  # weight, bias of each layer in turn
 def init(seed: int, he: bool, device: torch.device) -> Params:
     """Weights uniform with variance 2/fan-in and no bias (He et al. 2015), or as PyTorch's layers start."""
     random = torch.Generator().manual_seed(seed)
-    shapes = [(out, into, 3, 3) for into, out in zip(CHANNELS, CHANNELS[1:], strict=False)] + [(10, 2048)]
+    shapes = [(out, into, 3, 3) for into, out in pairwise(CHANNELS)] + [(10, 2048)]
     params = []
     for shape in shapes:
         fan_in = math.prod(shape[1:])
@@ -42,7 +43,7 @@ def logits(
         weight, bias = params[2 * layer : 2 * layer + 2]
         if layer == 6:
             x = x.flatten(1)
-        y = F.conv2d(x, weight, bias, padding=1) if layer < 6 else F.linear(x, weight, bias)
+        y = functional.conv2d(x, weight, bias, padding=1) if layer < 6 else functional.linear(x, weight, bias)
         if inputs is not None and outputs is not None:
             if layer == 0:
                 y.requires_grad_()  # the weights are no leaves of the graph; gradients are taken at the outputs
@@ -50,9 +51,9 @@ def logits(
             outputs.append(y)
         if layer == 6:
             return y
-        x = F.relu(y)
+        x = functional.relu(y)
         if layer % 2:
-            x = F.max_pool2d(x, 2)
+            x = functional.max_pool2d(x, 2)
     raise AssertionError
 
 
@@ -63,7 +64,7 @@ def clipped_sum(params: Params, images: Tensor, labels: Tensor, present: Tensor,
     """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
-    loss = F.cross_entropy(logits(params, images, inputs, outputs), labels, reduction="sum")
+    loss = functional.cross_entropy(logits(params, images, inputs, outputs), labels, reduction="sum")
     grads = [per_example(x, dy) for x, dy in zip(inputs, torch.autograd.grad(loss, outputs), strict=True)]
     squares = sum(part.flatten(1).square().sum(1) for pair in grads for part in pair)
     scale = present * (max_norm / (torch.sqrt(torch.as_tensor(squares)) + 1e-6)).clamp(max=1.0)
@@ -83,7 +84,7 @@ def per_example(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients (B, out, in) and (B, out) of a layer's weight and bias from its input and output gradient."""
     if x.dim() == 2:
         return dy[:, :, None] * x[:, None, :], dy
-    padded = F.pad(x, (1, 1, 1, 1)).permute(0, 2, 3, 1)
+    padded = functional.pad(x, (1, 1, 1, 1)).permute(0, 2, 3, 1)
     patches = padded.unfold(1, 3, 1).unfold(2, 3, 1).permute(0, 1, 2, 4, 5, 3)  # (B, H, W, 3, 3, C)
     flat = dy.permute(0, 2, 3, 1).flatten(1, 2)  # (B, H·W, out)
     return torch.bmm(flat.transpose(1, 2), patches.reshape(*flat.shape[:2], -1)), flat.sum(1)

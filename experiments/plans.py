@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from common import PLANS, Entry, write_json
+from common import PLANS, Entry, read_json, write_json
 
 from quell import strategy, workload
 from quell.mechanism import Problem
@@ -78,18 +78,19 @@ def priced(choice: Choice, run: Run, epsilon: float, sampling: str) -> Entry:
     return {**problem.row(problem.priced(built)), "fitted_to": choice.fitted_to}
 
 
-def table(choices: dict[str, Choice], epsilons: tuple[float, ...], samplings: tuple[str, ...]) -> dict[str, Entry]:
-    lines = {}
+def extend(file: str, choices: dict[str, Choice], epsilons: tuple[float, ...], samplings: tuple[str, ...]) -> None:
+    """Add the lines that a plan file does not have yet."""
+    path = PLANS / f"{file}.json"
+    lines = read_json(path) if path.exists() else {}
     for epsilon in epsilons:
         for sampling in samplings:
             for size, run in RUNS.items():
                 for label, choice in choices.items():
                     name = plan_name(label, epsilon, sampling, size)
-                    lines[name] = {"label": label, **priced(choice, run, epsilon, sampling)}
-                    print(
-                        f"{name:60s} σ={lines[name]['noise_multiplier']:.4g} RMSE {lines[name]['rmse']:.4g}", flush=True
-                    )
-    return lines
+                    if name not in lines:
+                        line = lines[name] = {"label": label, **priced(choice, run, epsilon, sampling)}
+                        print(f"{name:60s} σ={line['noise_multiplier']:.4g} RMSE {line['rmse']:.4g}", flush=True)
+                        write_json(path, lines)
 
 
 def plan_name(label: str, epsilon: float, sampling: str, size: str) -> str:
@@ -98,13 +99,9 @@ def plan_name(label: str, epsilon: float, sampling: str, size: str) -> str:
 
 def main() -> None:
     both = ("balls_in_bins", "cyclic")
-    for name, content in (
-        ("cifar10", (PAPER, (9.0,), both)),
-        ("predictors", (STUDY, (9.0, 1.0), ("balls_in_bins",))),
-        ("lambda_sweep", (SWEEP, (8.0, 1.0), both)),
-    ):
-        if not (PLANS / f"{name}.json").exists():
-            write_json(PLANS / f"{name}.json", table(*content))
+    extend("cifar10", PAPER, (9.0,), both)
+    extend("predictors", STUDY, (9.0, 1.0), ("balls_in_bins",))
+    extend("lambda_sweep", SWEEP, (8.0, 1.0), both)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def read_cifar10(folder: Path) -> dict[str, np.ndarray]:
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("load_cifar10", folder / "load_cifar10.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return dict(module.load_cifar10(str(folder)))
@@ -108,7 +109,8 @@ class Training:
         scheme = scheme_of(plan)
         batches = Batches(scheme, len(train.labels), secret(f"batches {job.seed}"))
         self.expected_size, self.steps = batches.expected_size, scheme.steps
-        self.per_epoch = scheme.separation
+        # Ten epochs; where the separation does not divide the steps, what is left over belongs to the last one.
+        self.epoch_ends = {*range(scheme.separation, self.steps - scheme.separation + 1, scheme.separation), self.steps}
         rows = [batches.at(step) for step in range(scheme.separation)]
         width = -(-max(map(len, rows)) // 32) * 32
         table = np.full((len(rows), width), -1)
@@ -195,7 +197,7 @@ def run_all(
                     continue
                 with torch.cuda.stream(run.stream):  # does nothing where there is no GPU
                     run.advance()
-                    if step % run.per_epoch == 0 and step + run.per_epoch <= run.steps or step in (run.steps, steps):
+                    if step in run.epoch_ends or step == steps:
                         curve.append(run.accuracy(data[run.job.size][1]))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
