@@ -8,6 +8,7 @@ Done once, without a GPU, in minutes; the training scripts only read the files.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from common import PLANS, Entry, read_json, write_json
@@ -16,19 +17,21 @@ from quell import strategy, workload
 from quell.mechanism import Problem
 from quell.sampling import Cyclic
 
-MOMENTUM, DECAY, EPOCHS, DELTA = 0.9, 0.9999, 10, 1e-5
+EPOCHS, DELTA = 10, 1e-5
 
 
 @dataclass(frozen=True)
-class Run:
-    """How much data one pass of the training goes over."""
+class Task:
+    """An optimizer, and the (steps, separation) of a run over all data ("full") and over four fifths ("held-out")."""
 
-    steps: int
-    separation: int
+    momentum: float
+    decay: float
+    runs: dict[str, tuple[int, int]]
 
 
-# All 50,000 images; and 40,000 of them as in the BISR paper, whose last epoch is a step longer than the others.
-RUNS = {"full": Run(970, 97), "held-out": Run(781, 78)}
+# 50,000 images; and 40,000 of them as in the BISR paper, whose last epoch is a step longer than the others.
+CIFAR10 = Task(0.9, 0.9999, {"full": (970, 97), "held-out": (781, 78)})
+IMDB = Task(0.95, 0.99999, {"full": (480, 48), "held-out": (390, 39)})
 
 
 @dataclass(frozen=True)
@@ -65,32 +68,33 @@ STUDY = {
     "fractional p=4, γ=0.7": Choice("fractional", {"bands": 4, "gamma": 0.7}),
     "BLT": Choice("blt", {}),
 }
+TEXT = {"DP-SGD": PAPER["DP-SGD"], "BISR p=4": PAPER["BISR p=4"], "λCGD 0.9": STUDY["λCGD 0.9"]}
 LAMBDAS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 SWEEP = {f"λCGD {value:g}": Choice("lambda_cgd", {"lambda": value}) for value in LAMBDAS}
 
 
-def priced(choice: Choice, run: Run, epsilon: float, sampling: str) -> Entry:
+def priced(choice: Choice, task: Task, size: str, epsilon: float, sampling: str) -> Entry:
     """The line of a plan file."""
-    optimizer = workload.sgd(run.steps, MOMENTUM, DECAY)
-    problem = Problem(optimizer, Cyclic(run.steps, run.separation), EPOCHS, epsilon, DELTA, sampling)
-    fitted = workload.prefix(run.steps) if choice.fitted_to == "prefix" else optimizer
+    steps, separation = task.runs[size]
+    optimizer = workload.sgd(steps, task.momentum, task.decay)
+    problem = Problem(optimizer, Cyclic(steps, separation), EPOCHS, epsilon, DELTA, sampling)
+    fitted = workload.prefix(steps) if choice.fitted_to == "prefix" else optimizer
     built = strategy.build(choice.family, fitted, problem.cycle.participation, None, **choice.parameters)
     return {**problem.row(problem.priced(built)), "fitted_to": choice.fitted_to}
 
 
-def extend(file: str, choices: dict[str, Choice], epsilons: tuple[float, ...], samplings: tuple[str, ...]) -> None:
+def extend(
+    file: str, task: Task, choices: dict[str, Choice], epsilons: tuple[float, ...], samplings: tuple[str, ...]
+) -> None:
     """Add the lines that a plan file does not have yet."""
     path = PLANS / f"{file}.json"
     lines = read_json(path) if path.exists() else {}
-    for epsilon in epsilons:
-        for sampling in samplings:
-            for size, run in RUNS.items():
-                for label, choice in choices.items():
-                    name = plan_name(label, epsilon, sampling, size)
-                    if name not in lines:
-                        line = lines[name] = {"label": label, **priced(choice, run, epsilon, sampling)}
-                        print(f"{name:60s} σ={line['noise_multiplier']:.4g} RMSE {line['rmse']:.4g}", flush=True)
-                        write_json(path, lines)
+    for epsilon, sampling, size, (label, choice) in product(epsilons, samplings, task.runs, choices.items()):
+        name = plan_name(label, epsilon, sampling, size)
+        if name not in lines:
+            line = lines[name] = {"label": label, **priced(choice, task, size, epsilon, sampling)}
+            print(f"{name:60s} σ={line['noise_multiplier']:.4g} RMSE {line['rmse']:.4g}", flush=True)
+            write_json(path, lines)
 
 
 def plan_name(label: str, epsilon: float, sampling: str, size: str) -> str:
@@ -99,9 +103,10 @@ def plan_name(label: str, epsilon: float, sampling: str, size: str) -> str:
 
 def main() -> None:
     both = ("balls_in_bins", "cyclic")
-    extend("cifar10", PAPER, (9.0,), both)
-    extend("predictors", STUDY, (9.0, 1.0), ("balls_in_bins",))
-    extend("lambda_sweep", SWEEP, (8.0, 1.0), both)
+    extend("imdb", IMDB, TEXT, (9.0,), ("balls_in_bins",))
+    extend("cifar10", CIFAR10, PAPER, (9.0,), both)
+    extend("predictors", CIFAR10, STUDY, (9.0, 1.0), ("balls_in_bins",))
+    extend("lambda_sweep", CIFAR10, SWEEP, (8.0, 1.0), both)
 
 
 if __name__ == "__main__":
