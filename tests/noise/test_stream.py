@@ -412,9 +412,9 @@ def test_a_lost_ledger_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
                 load()
         assert resumed.step == 0
         resumed.load_state_dict(saved, replay=True)
-        empty.record(key.id, 5)
-        empty.settle()
-        _stream(key, _short(50), ledger=empty).load_state_dict(saved)
+    with Ledger(path) as ledger:  # as the message says, for a run that never had one
+        ledger.record(key.id, 5)
+    _stream(key, _short(50), ledger=path).load_state_dict(saved)
 
 
 def test_a_key_from_elsewhere_wants_a_ledger(tmp_path: Path, seeded: Seeded) -> None:
