@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class UnrecordedKeyWarning(UserWarning):
-    """A key from a file or another process is used without a ledger: nothing stops its noise from being used twice."""
+    """A key from a file is used without a ledger: nothing stops its noise from being used twice."""
 
 
 class Engine(Protocol):
@@ -100,7 +100,7 @@ class NoiseStream:
         self._recipe = self.spec.recipe(buffered is True)
         self._threads = None if threads is None else require_count("threads", threads)
         self._key = key
-        if ledger is None and not key.fresh and not key.seeded:
+        if ledger is None and key.loaded and not key.seeded:
             warnings.warn(_UNRECORDED, UnrecordedKeyWarning, stacklevel=2)
         opened = Ledger(ledger) if isinstance(ledger, (str, Path)) else ledger
         self._guard = ReleaseGuard(key, served, opened, replay)
@@ -275,8 +275,8 @@ class NoiseStream:
 
 
 _UNRECORDED = (
-    "this key was not made by this process, and no ledger says which steps it has released: a run that starts again "
-    "with it would use the same noise twice; pass ledger=, the same file every time"
+    "this key was loaded from a file, and no ledger says which steps it has released: a run that starts again with it "
+    "would use the same noise twice; pass ledger=, the same file every time"
 )
 
 
