@@ -20,14 +20,14 @@ test-all: lint  ## the same with the slow reproductions
 	$(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks experiments
+	$(BIN)/ruff check src tests benchmarks experiments
 	$(BIN)/mypy
 	$(BIN)/lint-imports > $(VENV)/layers.log || (cat $(VENV)/layers.log; exit 1)
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks experiments
+	$(BIN)/ruff check --fix src tests benchmarks experiments
 
 demo: $(STAMP)  ## plan a run, draw it, verify the plan
 	mkdir -p demo

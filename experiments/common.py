@@ -1,0 +1,105 @@
+"""What the experiments share: result files that say where they come from, and mechanisms read from the plan files.
+
+A result file is one JSON object, {"about": {...}, "runs": [...]}, rewritten whole after every finished run: a killed
+script loses nothing that was finished, and started again it continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quell import __version__, strategy, workload
+from quell.noise import NoiseSpec
+from quell.sampling import BallsInBins, Cyclic, Participation, Scheme
+from quell.strategy import Strategy
+
+HERE = Path(__file__).parent
+RESULTS, PLANS = HERE / "results", HERE / "plans"
+Entry = dict[str, Any]
+
+
+class Results:
+    """The finished runs of one experiment, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: dict[str, Entry] = {run["name"]: run for run in read_json(path)["runs"]} if path.exists() else {}
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name not in self.runs]
+
+    def add(self, name: str, **run: Any) -> None:
+        """Keep a finished run, with the machine it was made on, and write the file."""
+        self.runs[name] = {"name": name, **run, "made": machine()}
+        write_json(self.path, {"runs": list(self.runs.values())})
+
+
+def machine() -> Entry:
+    """Versions, device and time of a run."""
+    versions = {"quell": __version__, "python": platform.python_version(), "numpy": np.__version__}
+    for package in ("scipy", "torch", "triton"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"device": device_name(), "versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def device_name() -> str:
+    """The GPU where PyTorch is loaded and sees one, else the processor."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    try:
+        found = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+        names = [line.split(":")[1].strip() for line in found.splitlines() if line.startswith("Model name")]
+    except (OSError, subprocess.CalledProcessError):
+        names = []
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write atomically: a kill leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def strategy_of(plan: Entry) -> Strategy:
+    """The strategy of a line of a plan file, as it was built when its noise was certified."""
+    n, family = plan["steps"], strategy.find(plan["mechanism"])
+    fitted = (
+        workload.prefix(n) if plan["fitted_to"] == "prefix" else workload.sgd(n, plan["momentum"], plan["weight_decay"])
+    )
+    names = (*family.required, *family.optional, *(("column_normalise",) if family.normalisable else ()))
+    parameters = {name: plan[name] for name in names if name in plan}
+    solution = np.asarray(plan["solution"]) if "solution" in plan else None
+    return strategy.build(family.name, fitted, Participation(n, plan["separation"]), solution, **parameters)
+
+
+def scheme_of(plan: Entry) -> Scheme:
+    """The batches that the plan's noise was certified for; fixed ones are cut from a random order."""
+    if plan["sampling"] == BallsInBins.name:
+        return BallsInBins(plan["steps"], plan["separation"])
+    return Cyclic(plan["steps"], plan["separation"], shuffle=True)
+
+
+def noise_of(plan: Entry, max_grad_norm: float) -> NoiseSpec:
+    return NoiseSpec(strategy_of(plan).recurrence, plan["steps"], max_grad_norm * plan["noise_multiplier"])

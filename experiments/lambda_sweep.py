@@ -1,0 +1,61 @@
+"""Which correlation trains best? Accuracy against λ, and which computable number predicts accuracy.
+
+    PYTHONPATH=src python experiments/lambda_sweep.py DATA [--stages predictors,sweep] [--lanes 3] [--seconds 500]
+
+predictors  sixteen mechanisms at (9, 1e-5) and (1, 1e-5), amplified: `predictors.json`
+sweep       the λCGD paper's Figures 2 and 3 for CIFAR-10, at ε = 8 and 1, amplified and not: `lambda_sweep.json`
+
+Every point has its learning rate chosen on held-out training images with one seed, and is then trained on all 50,000
+with three. Initial weights, clip norm and the middle of the rates are those that `cifar10.py` explored.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from cifar10 import arguments, best_of, explore_jobs, final_jobs, tune_jobs
+from common import PLANS, RESULTS, Results, read_json
+from plans import LAMBDAS, STUDY
+from training import Job, load, run_all
+
+FACTORS = {9.0: (0.25, 0.5, 1.0), 8.0: (0.25, 0.5, 1.0), 1.0: (0.0625, 0.125, 0.25)}  # of the explored learning rate
+SETTINGS = {
+    "predictors": [(label, epsilon, "balls_in_bins") for epsilon in (9.0, 1.0) for label in STUDY],
+    "lambda_sweep": [
+        (f"λCGD {value:g}", epsilon, sampling)
+        for epsilon in (8.0, 1.0)
+        for sampling in ("balls_in_bins", "cyclic")
+        for value in LAMBDAS
+    ],
+}
+
+
+def main() -> None:
+    options = arguments(__doc__, "predictors,lambda_sweep")
+    deadline = time.time() + options.seconds
+    data = load(
+        options.data, torch.device("cuda" if torch.cuda.is_available() else "cpu"), 1000 if options.smoke else None
+    )
+    found = Results(options.results / "cifar10_tuning.json")
+    if not found.runs:
+        found = Results(RESULTS / "cifar10_tuning.json")
+    explored = best_of(found, explore_jobs())
+    for stage in options.stages.split(","):
+        plans = read_json(PLANS / f"{stage}.json")
+        searches, results = (Results(options.results / f"{stage}{part}.json") for part in ("_tuning", ""))
+
+        def train(jobs: list[Job], into: Results, plans: dict = plans) -> None:
+            chosen = jobs[:2] if options.smoke else jobs
+            if not run_all(chosen, plans, data, into, options.lanes, deadline, options.smoke):
+                raise SystemExit(0)
+
+        jobs = [job for s in SETTINGS[stage] for job in tune_jobs(explored, [s], FACTORS[s[1]])]
+        print(f"-- {stage}: learning rates", flush=True)
+        train(jobs, searches)
+        print(f"-- {stage}: three seeds", flush=True)
+        train(final_jobs(searches, jobs), results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The mechanisms of the training runs, each with the noise that is certified for it: `experiments/plans/*.json`.
+
+    PYTHONPATH=src python experiments/plans.py
+
+Done once, without a GPU, in minutes; the training scripts only read the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common import PLANS, Entry, read_json, write_json
+
+from quell import strategy, workload
+from quell.mechanism import Problem
+from quell.sampling import Cyclic
+
+MOMENTUM, DECAY, EPOCHS, DELTA = 0.9, 0.9999, 10, 1e-5
+
+
+@dataclass(frozen=True)
+class Run:
+    """How much data one pass of the training goes over."""
+
+    steps: int
+    separation: int
+
+
+# All 50,000 images; and 40,000 of them as in the BISR paper, whose last epoch is a step longer than the others.
+RUNS = {"full": Run(970, 97), "held-out": Run(781, 78)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mechanism, and the workload its shape is fitted to: the optimizer's own, or prefix sums."""
+
+    family: str
+    parameters: dict[str, Any]
+    fitted_to: str = "optimizer"
+
+
+PAPER = {
+    "DP-SGD": Choice("identity", {}),
+    "BSR p=4": Choice("bsr", {"bands": 4}),
+    "BISR p=4": Choice("bisr", {"bands": 4}),
+    "BandMF p=4": Choice("band_toeplitz", {"bands": 4}),
+    "BandInvMF p=4": Choice("band_inv", {"bands": 4}),
+}
+STUDY = {
+    "DP-SGD": PAPER["DP-SGD"],
+    "BSR p=4": PAPER["BSR p=4"],
+    "BISR p=4": PAPER["BISR p=4"],
+    "BandInvMF p=4": PAPER["BandInvMF p=4"],
+    "BISR p=16": Choice("bisr", {"bands": 16}),
+    "BandInvMF p=16": Choice("band_inv", {"bands": 16}),
+    "BandMF p=16": Choice("band_toeplitz", {"bands": 16}),
+    "λCGD 0.7": Choice("lambda_cgd", {"lambda": 0.7}),
+    "λCGD 0.9": Choice("lambda_cgd", {"lambda": 0.9}),
+    "λCGD 0.97": Choice("lambda_cgd", {"lambda": 0.97}),
+    "BISR p=4, prefix": Choice("bisr", {"bands": 4}, "prefix"),
+    "BISR p=16, prefix": Choice("bisr", {"bands": 16}, "prefix"),
+    "BandInvMF p=4, prefix": Choice("band_inv", {"bands": 4}, "prefix"),
+    "BandInvMF p=16, prefix": Choice("band_inv", {"bands": 16}, "prefix"),
+    "fractional p=4, γ=0.7": Choice("fractional", {"bands": 4, "gamma": 0.7}),
+    "BLT": Choice("blt", {}),
+}
+LAMBDAS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+SWEEP = {f"λCGD {value:g}": Choice("lambda_cgd", {"lambda": value}) for value in LAMBDAS}
+
+
+def priced(choice: Choice, run: Run, epsilon: float, sampling: str) -> Entry:
+    """The line of a plan file."""
+    optimizer = workload.sgd(run.steps, MOMENTUM, DECAY)
+    problem = Problem(optimizer, Cyclic(run.steps, run.separation), EPOCHS, epsilon, DELTA, sampling)
+    fitted = workload.prefix(run.steps) if choice.fitted_to == "prefix" else optimizer
+    built = strategy.build(choice.family, fitted, problem.cycle.participation, None, **choice.parameters)
+    return {**problem.row(problem.priced(built)), "fitted_to": choice.fitted_to}
+
+
+def extend(file: str, choices: dict[str, Choice], epsilons: tuple[float, ...], samplings: tuple[str, ...]) -> None:
+    """Add the lines that a plan file does not have yet."""
+    path = PLANS / f"{file}.json"
+    lines = read_json(path) if path.exists() else {}
+    for epsilon in epsilons:
+        for sampling in samplings:
+            for size, run in RUNS.items():
+                for label, choice in choices.items():
+                    name = plan_name(label, epsilon, sampling, size)
+                    if name not in lines:
+                        line = lines[name] = {"label": label, **priced(choice, run, epsilon, sampling)}
+                        print(f"{name:60s} σ={line['noise_multiplier']:.4g} RMSE {line['rmse']:.4g}", flush=True)
+                        write_json(path, lines)
+
+
+def plan_name(label: str, epsilon: float, sampling: str, size: str) -> str:
+    return f"{label} | ε={epsilon:g} | {sampling} | {size}"
+
+
+def main() -> None:
+    both = ("balls_in_bins", "cyclic")
+    extend("cifar10", PAPER, (9.0,), both)
+    extend("predictors", STUDY, (9.0, 1.0), ("balls_in_bins",))
+    extend("lambda_sweep", SWEEP, (8.0, 1.0), both)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Clip every example's gradient and add them up, one micro-batch at a time.
+
+What privacy rests on here: no example moves the sum by more than `max_grad_norm`. So norms and sums are taken in
+float32 whatever the model's dtype, and an example whose gradient is not finite (which no factor would tame) counts
+as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from quell.errors import QuellError, require_count, require_finite
+
+ExampleLoss = Callable[..., Tensor]
+Gradients = Mapping[str, Tensor]  # per-example: (micro-batch, *shape of the parameter)
+
+
+def clipped_sum(
+    loss: ExampleLoss,
+    params: Mapping[str, Tensor],
+    batch: tuple[Any, ...],
+    max_grad_norm: float,
+    *,
+    micro_batch: int = 64,
+) -> dict[str, Tensor]:
+    """Σ over the batch of ∇loss(params, *example), each clipped to `max_grad_norm`, in float32.
+
+    `loss` takes the parameters and *one* example (the tensors of `batch` without their first dimension). Memory is
+    that of `micro_batch` per-example gradients; an empty batch gives zeros.
+
+    >>> weights = {"w": torch.tensor([0.0, 0.0])}
+    >>> x, y = torch.eye(2), torch.tensor([0.1, 3.0])
+    >>> def squared(p, x, y):
+    ...     return (p["w"] @ x - y) ** 2 / 2
+    >>> clipped_sum(squared, weights, (x, y), max_grad_norm=1.0)["w"]
+    tensor([-0.1000, -1.0000])
+    """
+    per_example = vmap(grad(loss), in_dims=(None,) + (0,) * len(batch), randomness="different")
+    plain = {name: value.detach() for name, value in params.items()}
+    examples = _examples(batch)
+
+    def micro_batches() -> Iterator[Gradients]:
+        for first in range(0, examples, require_count("micro_batch", micro_batch)):
+            part = (tensor[first : first + micro_batch] for tensor in batch)
+            yield per_example(plain, *part)
+
+    return sum_clipped(micro_batches, plain, max_grad_norm)
+
+
+def sum_clipped(
+    micro_batches: Callable[[], Iterator[Gradients]], params: Mapping[str, Tensor], max_grad_norm: float
+) -> dict[str, Tensor]:
+    """The clipped sum of per-example gradients that come in micro-batches; `micro_batches` may be started twice."""
+    bound = require_clip_norm(max_grad_norm)
+    totals, sound = _sum(micro_batches(), params, bound, cautious=False)
+    if not bool(sound):  # one look at the device per step; non-finite gradients are rare, so they are paid for apart
+        totals, _ = _sum(micro_batches(), params, bound, cautious=True)
+    return totals
+
+
+def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
+    """What to multiply each example's gradient with: min(1, max_grad_norm/norm), and 0 where the norm is not finite."""
+    factors = (max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norms), factors, 0.0)
+
+
+def require_clip_norm(max_grad_norm: float) -> float:
+    bound = require_finite("max_grad_norm", max_grad_norm)
+    if bound <= 0:
+        raise QuellError(f"max_grad_norm={bound:g} must be positive: it is what per-example gradients are clipped to")
+    return bound
+
+
+def example_norms(gradients: Mapping[str, Tensor]) -> Tensor:
+    """(examples,) the float32 norm of each example's whole gradient."""
+    norms = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float32) for g in _with_rows(gradients)]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def add_weighted(total: Tensor, weights: Tensor, gradient: Tensor) -> None:
+    """total += Σ_i weights_i · gradient_i, in float32 and without another buffer of the gradient's size."""
+    rows = gradient.reshape(len(gradient), -1)
+    if rows.dtype != torch.float32:
+        rows = rows.float()
+    total.view(-1).addmv_(rows.t(), weights)
+
+
+def _sum(
+    micro_batches: Iterator[Gradients], params: Mapping[str, Tensor], bound: float, cautious: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    totals = {name: torch.zeros(value.shape, device=value.device) for name, value in params.items()}
+    device = next(iter(totals.values())).device if totals else None
+    sound = torch.ones((), dtype=torch.bool, device=device)
+    for gradients in micro_batches:
+        norms = example_norms(gradients)
+        sound &= torch.isfinite(norms).all()
+        weights = clip_factors(norms, bound)
+        for name, total in totals.items():
+            gradient = gradients[name]
+            if cautious:
+                spoiled = ~torch.isfinite(norms)
+                gradient = gradient.masked_fill(spoiled.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
+            add_weighted(total, weights, gradient)
+    return totals, sound
+
+
+def _with_rows(gradients: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """A parameter without dimensions has per-example gradients of shape (examples,): give them a second one."""
+    for gradient in gradients.values():
+        yield gradient.unsqueeze(1) if gradient.dim() == 1 else gradient
+
+
+def _examples(batch: tuple[Any, ...]) -> int:
+    sizes = {len(tensor) for tensor in batch}
+    if len(sizes) != 1:
+        raise QuellError(f"the tensors of a batch have {sorted(sizes)} examples: they must all have the same number")
+    return int(sizes.pop())

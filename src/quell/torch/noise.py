@@ -1,0 +1,142 @@
+"""A plan's noise for torch tensors: `add_` adds the row of this step to the clipped gradient sums, in place.
+
+Every element of every parameter has its own noise, numbered over the *unsharded* tensor, so ranks that hold the
+same element agree on its noise and ranks that hold different ones draw nothing twice: whatever the world size, a step
+gets exactly one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from quell.errors import QuellError
+from quell.noise import Key, Ledger, NoiseSpec, NoiseStream
+from quell.torch.clipping import require_clip_norm
+from quell.torch.sharding import local, shard_of
+
+if TYPE_CHECKING:
+    from quell.mechanism import Mechanism
+    from quell.planning import Plan
+
+Tensors = Mapping[str, Tensor] | Iterable[Tensor]
+
+
+class CorrelatedNoise:
+    """The rows of max_grad_norm·σ·C⁻¹Z for these parameters, σ and C from the plan.
+
+    `params` are the trainable parameters in an order that never changes (a mapping or any iterable; FSDP2's DTensors
+    get the noise of their own slice). `mechanism` takes another row of the plan than the recommended one, by name or
+    as a `Mechanism`. Without `key` one is drawn from the operating system; `seed` is for experiments and voids the
+    guarantee. Gradients given to `add_` are *sums* over the batch: divide by the expected batch size afterwards.
+
+    >>> import quell, torch
+    >>> plan = quell.plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)
+    >>> noise = CorrelatedNoise(plan, {"w": torch.zeros(300, 10)}, max_grad_norm=1.0)
+    >>> summed = {"w": torch.zeros(300, 10)}
+    >>> noise.add_(summed)
+    >>> noise.step, bool(summed["w"].std() > 1)
+    (1, True)
+    """
+
+    def __init__(
+        self,
+        plan: Plan | Mechanism | NoiseSpec,
+        params: Tensors,
+        max_grad_norm: float | None = None,
+        *,
+        mechanism: str | Mechanism | None = None,
+        key: Key | None = None,
+        seed: int | None = None,
+        generator: str = "chacha20",
+        buffered: bool = False,
+        ledger: Ledger | str | Path | None = None,
+    ) -> None:
+        if key is not None and seed is not None:
+            raise QuellError("pass a key or a seed, not both")
+        self.max_grad_norm = max_grad_norm if isinstance(plan, NoiseSpec) else _clip_norm(max_grad_norm)
+        self.key = key or (Key.generate() if seed is None else Key.from_seed(seed))
+        self._names = tuple(params) if isinstance(params, Mapping) else None
+        tensors = tuple(params.values()) if isinstance(params, Mapping) else tuple(params)
+        self._stream = NoiseStream(
+            select(plan, mechanism),
+            shards=[shard_of(number, tensor) for number, tensor in enumerate(tensors)],
+            key=self.key,
+            max_grad_norm=self.max_grad_norm,
+            generator=generator,
+            buffered=buffered,
+            ledger=ledger,
+        )
+
+    @property
+    def step(self) -> int:
+        """The step that is due, counted from 0: how many rows have been added."""
+        return self._stream.step
+
+    @property
+    def steps(self) -> int:
+        """How many steps the plan covers."""
+        return self._stream.steps
+
+    @property
+    def scale(self) -> float:
+        """The standard deviation of a fresh draw: max_grad_norm · σ."""
+        return self._stream.spec.scale
+
+    @property
+    def buffers(self) -> int:
+        """Model-sized float32 vectors kept between steps."""
+        return self._stream.buffers
+
+    def add_(self, grads: Tensors) -> None:
+        """Add this step's row to the clipped gradient sums in place, and go on to the next step."""
+        self._stream.add_([local(tensor) for tensor in self._ordered(grads)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, buffers and names of plan and key; the key itself is saved apart, with `key.save(path)`."""
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, replay: bool = False) -> None:
+        """Go on from a saved state, or from those of all ranks of a checkpoint; see `NoiseStream.load_state_dict`."""
+        states = [state] if isinstance(state, Mapping) else list(state)
+        self._stream.reshard(self._stream.shards, states, replay=replay)
+
+    def _ordered(self, grads: Tensors) -> list[Tensor]:
+        if self._names is None or not isinstance(grads, Mapping):
+            return list(grads.values()) if isinstance(grads, Mapping) else list(grads)
+        if missing := [name for name in self._names if name not in grads]:
+            raise QuellError(f"{missing[0]!r} has no gradient in this step: pass zeros, it still gets its noise")
+        if unknown := [name for name in grads if name not in self._names]:
+            raise QuellError(f"{unknown[0]!r} is not among the parameters this noise was made for")
+        return [grads[name] for name in self._names]
+
+    def __repr__(self) -> str:
+        return f"<CorrelatedNoise step {self.step:,} of {self.steps:,}, {self.buffers} buffers, {self.key!r}>"
+
+
+def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
+    """The plan's recommended mechanism, its best of another family, or the mechanism that was given."""
+    offered: Sequence[Any] = getattr(plan, "mechanisms", ())
+    if mechanism is None:
+        return getattr(plan, "mechanism", plan)
+    if not isinstance(mechanism, str):
+        if offered and mechanism.strategy.steps != plan.steps:
+            raise QuellError(
+                f"the mechanism was made for {mechanism.strategy.steps:,} steps and the plan has {plan.steps:,}: "
+                "price it with plan.problem.price(...)"
+            )
+        return mechanism
+    for row in offered:
+        if row.name == mechanism:
+            return row
+    names = ", ".join(row.name for row in offered) or "none"
+    raise QuellError(f"the plan has no mechanism {mechanism!r}: it has {names}; or price one with plan.problem.price")
+
+
+def _clip_norm(max_grad_norm: float | None) -> float:
+    if max_grad_norm is None:
+        raise QuellError("max_grad_norm is missing: it is what per-example gradients are clipped to")
+    return require_clip_norm(max_grad_norm)

@@ -1,0 +1,55 @@
+"""Which slice of a parameter this rank holds: everything, or its rows of an FSDP2 DTensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quell.errors import QuellError
+from quell.noise import Shard
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor; torch.distributed is not loaded to find out."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank, as a view."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        held: Tensor = tensor.to_local()
+    return held
+
+
+def shard_of(number: int, tensor: Any) -> Shard:
+    """Where this rank's part of parameter `number` lies, its elements counted in C order over the whole tensor.
+
+    Rows that are dealt out along the first dimension, as `fully_shard` does, are one contiguous slice; replicas hold
+    the same slice and so draw the same noise.
+    """
+    if not is_sharded(tensor):
+        return Shard(number, 0, math.prod(tensor.shape))
+    start, stop = 0, int(tensor.shape[0]) if tensor.dim() else 1
+    row = math.prod(tensor.shape[1:])
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard(0) or type(placement).__name__ != "Shard":
+            raise QuellError(
+                f"parameter {number} is placed as {tensor.placements}: noise is made for rows sharded along dimension "
+                "0, which is what fully_shard does by default"
+            )
+        parts, mine = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
+        chunk = -(-(stop - start) // parts)  # the rule of torch.chunk: equal parts, the last ones short or empty
+        start, stop = min(stop, start + mine * chunk), min(stop, start + (mine + 1) * chunk)
+    held = tensor.to_local().numel()
+    if held != (stop - start) * row:
+        raise QuellError(
+            f"parameter {number} holds {held:,} elements here where {(stop - start) * row:,} were expected"
+        )
+    return Shard(number, start * row, held)

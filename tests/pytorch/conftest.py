@@ -1,0 +1,29 @@
+"""Small plans, made by pricing a few mechanisms instead of searching all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from quell.planning import Plan, problem_of
+from quell.setup import Setup
+
+MECHANISMS = {
+    "identity": {},
+    "bisr": {"bands": 4},
+    "lambda_cgd": {"lambda": 0.9},
+    "bsr": {"bands": 4},
+    "blt": {"buffers": 2},
+}
+
+
+def small_plan(recommended: str = "bisr", **changes) -> Plan:
+    options = {"examples": 40, "batch_size": 8, "epochs": 2, "epsilon": 8.0, "delta": 1e-5}
+    setup = Setup(**{**options, **changes})
+    names = [recommended] if setup.sampling != "cyclic" else list(MECHANISMS)
+    problem = problem_of(setup)
+    return Plan(setup, tuple(problem.price(n, **MECHANISMS[n]) for n in names), names.index(recommended))
+
+
+@pytest.fixture(scope="session")
+def plan() -> Plan:
+    return small_plan()

@@ -1,0 +1,80 @@
+"""The parts of `experiments/` that numbers on the results page depend on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+torch = pytest.importorskip("torch")
+
+import common  # noqa: E402
+import convnet  # noqa: E402
+import training  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def vmapped_sum(params: list, images: object, labels: object, max_norm: float) -> list:
+    """The dumb way: one gradient per example by automatic differentiation, clipped, added up."""
+
+    def loss(parameters: tuple, image: object, label: object) -> object:
+        output = convnet.logits(list(parameters), image[None])
+        return torch.nn.functional.cross_entropy(output, label[None])
+
+    total = [torch.zeros_like(p) for p in params]
+    for image, label in zip(images, labels, strict=True):
+        grads = torch.func.grad(loss)(tuple(params), image, label)
+        norm = torch.sqrt(sum(g.square().sum() for g in grads))
+        for sum_, grad in zip(total, grads, strict=True):
+            sum_ += grad * min(1.0, max_norm / float(norm))
+    return total
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipped_sums_equal_example_by_example_differentiation(max_norm: float) -> None:
+    params = convnet.init(seed=3, he=True, device=CPU)
+    images, labels = torch.randn(5, 3, 32, 32), torch.arange(5)
+    found = convnet.clipped_sum(params, images, labels, torch.tensor([1.0, 1, 1, 1, 0]), max_norm)
+    expected = vmapped_sum(params, images[:4], labels[:4], max_norm)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+def test_strategies_of_plan_files_are_those_that_were_certified() -> None:
+    """Their noise multipliers buy (ε, δ) only for the very same C: without amplification σ = sensitivity·σ_(ε,δ)."""
+    from quell.privacy import gaussian_delta
+
+    for name, plan in common.read_json(common.PLANS / "cifar10.json").items():
+        matrix = common.strategy_of(plan).matrix()
+        if plan["sampling"] == "cyclic":
+            moved = np.linalg.norm(matrix[:, :: plan["separation"]].sum(1))
+            delta = gaussian_delta(plan["noise_multiplier"] / moved, plan["epsilon"])
+            assert delta == pytest.approx(plan["delta"], rel=1e-3), name
+
+
+def test_results_survive_a_kill_and_are_not_made_twice(tmp_path: Path) -> None:
+    first = common.Results(tmp_path / "runs.json")
+    first.add("a", accuracy=1.0)
+    again = common.Results(tmp_path / "runs.json")
+    assert again.missing(["a", "b"]) == ["b"]
+    assert again.runs["a"]["made"]["versions"]["quell"]
+
+
+def test_a_training_step_is_clipped_gradients_plus_the_planned_noise() -> None:
+    plan = next(iter(common.read_json(common.PLANS / "cifar10.json").values()))
+    data = training.Images(torch.randn(776, 32, 32, 3), torch.arange(776) % 10)
+    job = training.Job("plan", "full", clip=1.0, rate=0.5, he=True, seed=1)
+    run = training.Training(job, plan, data)
+    before = [p.clone() for p in run.params]
+    run.put_gradients()
+    clean = [g.clone() for g in run.grads]
+    run.one_step()
+    noise = torch.cat([(noisy - g).flatten() for noisy, g in zip(run.grads, clean, strict=True)])
+    assert float(noise.std()) == pytest.approx(plan["noise_multiplier"], rel=0.01)
+    for p, old, grad in zip(run.params, before, run.grads, strict=True):
+        torch.testing.assert_close(p, 0.9999 * old - 0.5 * 0.1 * grad / 8.0, rtol=1e-4, atol=1e-6)
