@@ -41,3 +41,12 @@ def test_costs_are_near_what_was_measured(case: tuple[str, str]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_independent_noise_keeps_nothing(case: tuple[str, str]) -> None:
     assert not worth_buffering(1, *case, memory=1e9)
+
+
+def test_the_documented_costs_are_the_ones_used() -> None:
+    page = (RESULTS.parents[1] / "docs" / "noise.md").read_text(encoding="utf-8")
+    for title, lines in (("made again", REGENERATED), ("kept", BUFFERED)):
+        cells = " | ".join(f"{lines[case].start:.2f} + {lines[case].each:.2f} (p−1)" for case in CASES)
+        assert f"| {title} | {cells} |" in page
+    least = [next(p for p in range(2, 99) if worth_buffering(p, *case, memory=99)) for case in CASES]
+    assert f"| kept from, where memory allows | {' | '.join(f'p = {p}' for p in least)} |" in page

@@ -93,20 +93,14 @@ def test_keys_that_can_be_guessed_are_refused(secret: bytes, tmp_path: Path) -> 
         Key.load(path)
 
 
-def test_only_a_generated_key_is_fresh(tmp_path: Path) -> None:
-    key = Key.generate()
-    key.save(tmp_path / "run.key")
-    assert key.fresh
-    assert not Key.load(tmp_path / "run.key").fresh
-    assert not Key(key.reveal()).fresh
-
-
 def test_a_key_file_is_private_and_comes_back(tmp_path: Path) -> None:
     key, path = Key.generate(), tmp_path / "run.key"
     key.save(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert Key.load(path) == key
     assert not Key.load(path).seeded
+    assert Key.load(path).loaded
+    assert not key.loaded
     with pytest.raises(QuellError, match="never overwritten"):
         key.save(path)
 

@@ -145,6 +145,16 @@ def test_dtypes_mix_in_one_step(dtype: Any, seeded: Seeded) -> None:
         torch.testing.assert_close(one, other.cpu(), rtol=eps, atol=1e-6)
 
 
+def test_launches_count_dtypes_and_not_tensors(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = tuple(Shard(number, 0, 3) for number in range(50))
+    engine = GpuEngine(spec("lambda_cgd").recipe(), "philox", seeded(45), shards, DEVICE)
+    launched: list[int] = []
+    monkeypatch.setattr(engine, "_start", lambda kernel, launch, *_, **__: launched.append(len(launch.members)))
+    dtypes = [torch.float32, torch.bfloat16]
+    engine.add([torch.zeros(3, dtype=dtypes[number % 2], device=DEVICE) for number in range(50)])
+    assert launched == [25, 25]
+
+
 def test_strided_empty_and_scalar_tensors(seeded: Seeded) -> None:
     shards, key = (Shard(0, 0, 40), Shard(1, 0, 0), Shard(2, 0, 1)), seeded(45)
     recipe = spec("lambda_cgd").recipe()

@@ -42,25 +42,25 @@ class Key:
     True
     """
 
-    __slots__ = ("_secret", "fresh", "id", "seeded")
+    __slots__ = ("_secret", "id", "loaded", "seeded")
 
-    fresh: bool  # made by this process, so nothing was released under it before
     id: str
+    loaded: bool  # read from a file, so an earlier process may have released steps under it
     seeded: bool  # made from a seed, so it promises nothing
 
-    def __init__(self, secret: bytes, *, _seeded: bool = False, _fresh: bool = False) -> None:
+    def __init__(self, secret: bytes, *, _seeded: bool = False, _loaded: bool = False) -> None:
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise QuellError(f"a key is {KEY_BYTES} bytes: make one with Key.generate()")  # the value stays unnamed
         if len(set(secret)) < LEAST_DISTINCT_BYTES:
             raise QuellError("this key repeats a few byte values, so it can be guessed: make one with Key.generate()")
         self._secret = secret
         self.id = _digest(secret, b"quell key id", 8).hex()
-        self.seeded, self.fresh = _seeded, _fresh
+        self.loaded, self.seeded = _loaded, _seeded
 
     @classmethod
     def generate(cls) -> Key:
         """A fresh key from the operating system's entropy."""
-        return cls(secrets.token_bytes(KEY_BYTES), _fresh=True)
+        return cls(secrets.token_bytes(KEY_BYTES))
 
     @classmethod
     def from_seed(cls, seed: int) -> Key:
@@ -90,7 +90,7 @@ class Key:
         secret, seeded = _parse(content)
         if secret is None:
             raise QuellError(f"{source} is not a Quell key file: make one with Key.generate().save(path)")
-        return cls(secret, _seeded=seeded)
+        return cls(secret, _seeded=seeded, _loaded=True)
 
     def save(self, path: str | Path) -> None:
         """Write the key to a new file that only its owner can read; an existing file is never overwritten."""

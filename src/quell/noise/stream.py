@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quell.errors import QuellError, require_count
-from quell.noise import arrays, claims, state
+from quell.noise import arrays, state
 from quell.noise.costs import worth_buffering
+from quell.noise.guard import REPLAY, ReleaseGuard
 from quell.noise.key import Key
 from quell.noise.layout import Shard, require_disjoint, require_generator, whole
 from quell.noise.ledger import Ledger
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class UnrecordedKeyWarning(UserWarning):
-    """A key from a file or another process is used without a ledger: nothing stops its noise from being used twice."""
+    """A key from a file is used without a ledger: nothing stops its noise from being used twice."""
 
 
 class Engine(Protocol):
@@ -90,9 +91,8 @@ class NoiseStream:
             raise QuellError("a stream is made for tensors or for shards: pass one of the two")
         self.spec = NoiseSpec.of(source, max_grad_norm)
         self.generator = require_generator(generator)
-        self.shards = whole(tensors) if tensors is not None else tuple(shards or ())
-        require_disjoint(self.shards)
-        self.ledger = Ledger(ledger) if isinstance(ledger, (str, Path)) else ledger
+        served = whole(tensors) if tensors is not None else tuple(shards or ())
+        require_disjoint(served)
         if buffered not in (True, False, "auto"):
             raise QuellError(f"buffered={buffered!r} must be True, False or 'auto'")
         copies = _require_memory(memory)
@@ -100,11 +100,10 @@ class NoiseStream:
         self._recipe = self.spec.recipe(buffered is True)
         self._threads = None if threads is None else require_count("threads", threads)
         self._key = key
-        if self.ledger is None and not key.fresh and not key.seeded:
+        if ledger is None and key.loaded and not key.seeded:
             warnings.warn(_UNRECORDED, UnrecordedKeyWarning, stacklevel=2)
-        self._claim = claims.register(key, self.shards)
-        self._replay = replay
-        self._fresh = False  # whether the next step is known not to have been released before
+        opened = Ledger(ledger) if isinstance(ledger, (str, Path)) else ledger
+        self._guard = ReleaseGuard(key, served, opened, replay)
         self._torn = False  # whether a failure may have left counter and buffers apart
         self._turn, self._process = threading.Lock(), os.getpid()
         self._engine: Engine | None = None
@@ -115,6 +114,15 @@ class NoiseStream:
     def step(self) -> int:
         """The next step, counted from 0: how many rows have been added."""
         return self._waiting[0] if self._engine is None else self._engine.step
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The slices it serves, in the order of the tensors that `add_` takes."""
+        return self._guard.shards
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return self._guard.ledger
 
     @property
     def steps(self) -> int:
@@ -145,15 +153,16 @@ class NoiseStream:
         engine = self._ready(listed)
         due = engine.step
         if step is not None and step < due:
-            raise QuellError(f"step {step:,} was added already; the next is {due:,}: {_REPLAY}")
+            raise QuellError(f"step {step:,} was added already; the next is {due:,}: {REPLAY}")
         if step is not None and step > due:
             raise QuellError(f"step {step:,} was asked for, but step {due:,} is due: rows come in order")
         if due >= self.steps:
             raise QuellError(f"the plan ends after {self.steps:,} steps: stop here, or make a new plan and a new key")
-        self._release(due, engine.capturing())
-        self._fresh, self._torn = False, True  # should the engine fail half-way, this step counts as released
+        self._guard.before(due, until=self.steps if engine.capturing() else due + 1)  # a graph may run to the end
+        self._torn = True
         engine.add(listed)
-        self._fresh, self._torn = True, False
+        self._torn = False
+        self._guard.after()
 
     def prepare(self, tensors: Any) -> None:
         """Set everything up for `add_` without releasing a step: call it before capturing a CUDA graph."""
@@ -194,13 +203,12 @@ class NoiseStream:
         for one in given:
             self._check(one)
         buffers = state.gather(given, new)
-        step, engine, claim = given[0]["step"], self._engine, self._claim
-        self.shards, self._claim = new, claims.register(self._key, new)
-        self._engine = None  # made anew for the new shards by the next add_
+        old = self._guard, self._engine
+        self._guard, self._engine = ReleaseGuard(self._key, new, self.ledger), None  # the next add_ makes an engine
         try:
-            self._move(step, buffers, replay)
+            self._move(given[0]["step"], buffers, replay)
         except QuellError:
-            self.shards, self._claim, self._engine = claim.shards, claim, engine
+            self._guard, self._engine = old
             raise
 
     def _check(self, saved: Mapping[str, Any]) -> None:
@@ -213,8 +221,7 @@ class NoiseStream:
             raise QuellError("an earlier step failed half-way: load the last saved state before going on")
 
     def _move(self, step: int, buffers: list[Any] | None, replay: bool) -> None:
-        self._require_new(step, replay)
-        self._require_recorded(step, replay)
+        self._guard.check_resuming(step, replay)
         if step and buffers is None and self._recipe.saved_buffers:
             raise QuellError(
                 f"the state of step {step:,} lacks the {self._recipe.saved_buffers} buffers that this noise needs"
@@ -224,7 +231,8 @@ class NoiseStream:
         else:
             self._torn = True
             self._engine.restore(step, buffers)
-        self._replay, self._fresh, self._torn = replay, True, False
+        self._torn = False
+        self._guard.resumed(replay)
 
     def _ready(self, tensors: list[Any]) -> Engine:
         arrays.check(tensors, self.shards)
@@ -257,36 +265,6 @@ class NoiseStream:
             raise QuellError("noise on a GPU needs Triton: pip install triton") from problem
         return GpuEngine(self._recipe, self.generator, self._key, self.shards, device)
 
-    def _release(self, step: int, capturing: bool) -> None:
-        """Note, before it happens, that a step is released; a captured graph may run to the end of the plan."""
-        if not self._fresh:
-            self._require_new(step, self._replay)
-            self._fresh = True
-        elif not self._replay and step < claims.released_by_others(self._key, self._claim):
-            raise QuellError(f"another stream with this key has released step {step:,} already: {_REPLAY}")
-        until = self.steps if capturing else step + 1
-        if self.ledger is not None:
-            self.ledger.record(self._key.id, until)
-        self._claim.released = max(until, self._claim.released)
-
-    def _require_new(self, step: int, replay: bool) -> None:
-        before = claims.released(self._key, self._claim)
-        if self.ledger is not None:
-            before = max(before, self.ledger.released(self._key.id))
-        if step < before and not replay:
-            raise QuellError(
-                f"this key has released steps up to {before - 1:,}, and step {step:,} would come again: {_REPLAY}"
-            )
-
-    def _require_recorded(self, step: int, replay: bool) -> None:
-        """A ledger that knows less than the checkpoint is not the ledger of this run, or not all of it."""
-        if self.ledger is not None and self.ledger.released(self._key.id) < step and not replay:
-            raise QuellError(
-                f"the ledger {self.ledger.path} has {self.ledger.released(self._key.id):,} steps of this key, but the "
-                f"state stands at step {step:,}: restore the run's own ledger; if it never had one, first enter what "
-                f"was released with ledger.record(key.id, steps)"
-            )
-
     def __repr__(self) -> str:
         return (
             f"<NoiseStream step {self.step:,} of {self.steps:,}, {len(self.shards)} tensors, {self.generator}, "
@@ -297,12 +275,8 @@ class NoiseStream:
 
 
 _UNRECORDED = (
-    "this key was not made by this process, and no ledger says which steps it has released: a run that starts again "
-    "with it would use the same noise twice; pass ledger=, the same file every time"
-)
-_REPLAY = (
-    "if the same gradients come again because the data order is the plan's own, load with replay=True; "
-    "otherwise start a new key"
+    "this key was loaded from a file, and no ledger says which steps it has released: a run that starts again with it "
+    "would use the same noise twice; pass ledger=, the same file every time"
 )
 
 
