@@ -113,6 +113,7 @@ def _row(plan: Plan, mechanism: Mechanism, with_estimates: bool) -> dict[str, An
         "buffers": mechanism.buffers,
         "draws": mechanism.draws,
         "sampling": mechanism.guarantee.sampling,
+        "certified": mechanism.guarantee.certified,
         "fits": fits(plan.setup, mechanism),
         "details": details(problem, mechanism).splitlines(),
         "planned": {

@@ -52,7 +52,7 @@ function logTicks(low, high, kind) {
   for (let power = Math.floor(Math.log10(least)); power <= Math.log10(high); power++)
     for (const step of steps) {
       const tick = Number((step * 10 ** power).toPrecision(12));
-      if (tick >= least && tick <= high) ticks.push(tick);
+      if (tick >= least && tick <= high && (kind !== "count" || Number.isInteger(tick))) ticks.push(tick);
     }
   return ticks;
 }

@@ -28,10 +28,10 @@ function fill(id, lines, tag) {
 }
 
 const COLUMNS = [
-  ["σ", row => row.sigma], ["RMSE", row => show(row.rmse)], ["MaxSE", row => show(row.maxse)],
+  ["σ", row => row.certified ? row.sigma : `≈ ${row.sigma}`], ["RMSE", row => show(row.rmse)], ["MaxSE", row => show(row.maxse)],
   ["gain", row => `${row.gain.toPrecision(3)}×`], ["gap", row => `${row.gap.toPrecision(3)}×`],
   ["buffers", row => row.buffers.toLocaleString("en")], ["draws", row => row.draws.toLocaleString("en")],
-  ["batches", row => row.sampling],
+  ["batches", row => row.sampling], ["noise is", row => row.certified ? "guaranteed" : "estimated"],
 ];
 
 function showTable(plan) {
@@ -120,7 +120,8 @@ function drawCancellation(plan) {
 
 function drawEpsilon(plan) {
   const row = plan.mechanisms[chosen], kind = chosen === plan.recommended ? "recommended" : "chosen";
-  const planned = { name: `${row.label}, as planned (guarantee)`, kind, dots: true, sure: true, x: [row.planned.sigma], y: [row.planned.epsilon] };
+  const standing = row.certified ? "guarantee" : "estimate, not a guarantee";
+  const planned = { name: `${row.label}, as planned (${standing})`, kind, dots: true, sure: row.certified, x: [row.planned.sigma], y: [row.planned.epsilon] };
   const series = [planned];
   const sure = row.epsilon?.guaranteed;
   if (row.epsilon) series.push({
