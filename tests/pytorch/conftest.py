@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from quell.planning import Plan, problem_of
@@ -16,6 +18,7 @@ MECHANISMS = {
 }
 
 
+@cache
 def small_plan(recommended: str = "bisr", **changes) -> Plan:
     options = {"examples": 40, "batch_size": 8, "epochs": 2, "epsilon": 8.0, "delta": 1e-5}
     setup = Setup(**{**options, **changes})
