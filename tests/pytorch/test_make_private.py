@@ -195,26 +195,21 @@ def test_tied_weights_equal_one_example_at_a_time(clipping):
 
 
 def test_dropout_is_the_same_in_both_passes_of_microbatch():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    """With dropout last and the sum of outputs as loss, a bias moves by how often its output was kept."""
+    model = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5))
     data, plan = examples(8), without_noise(small_plan(examples=8, batch_size=8, epochs=1))
     model, optimizer, loader = make_private(
         model, sgd(model, lr=1.0), data, plan, 1e6, clipping="microbatch", micro_batch=3
     )
-    start = [p.detach().clone() for p in model.parameters()]
-    ((x, y),) = list(loader)
-    optimizer.zero_grad()
+    before = model[0].bias.detach().clone()
+    ((x, _),) = list(loader)
     out = model(x)
-    nn.functional.cross_entropy(out, y).backward()
+    torch.rand(3)  # the user's own random numbers in between
+    out.sum(1).mean().backward()
     optimizer.step()
-    # The gradient of the last bias is that of the outputs alone; of the last weight, outputs × hidden values: these
-    # must be the hidden values that made the outputs, which the masks decide.
-    back = (torch.softmax(out.detach(), 1) - nn.functional.one_hot(y, 3)) / 8
-    step = [old - new.detach() for old, new in zip(start, model.parameters(), strict=True)]
-    torch.testing.assert_close(step[3], back.sum(0), rtol=1e-4, atol=1e-6)
-    hidden = torch.linalg.lstsq(back.T, step[2]).solution  # any hidden values that explain the step…
-    torch.testing.assert_close(back.T @ hidden, step[2], rtol=1e-3, atol=1e-5)
-    assert (step[2] == 0).sum() < step[2].numel()
+    kept = (out != 0).sum(0)
+    assert len(kept.unique()) > 2
+    torch.testing.assert_close(before - model[0].bias.detach(), kept * 2.0 / 8)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "microbatch"])
@@ -245,20 +240,17 @@ def test_a_bfloat16_model_trains(clipping, plan):
 
 
 @pytest.mark.parametrize("clipping", ["flat", "microbatch"])
-def test_an_example_without_a_finite_gradient_does_no_harm(clipping):
+def test_an_example_without_a_finite_gradient_counts_as_zero(clipping):
     x, y = examples().tensors
     spoiled = x.clone()
     spoiled[5] = float("nan")
-    runs = []
-    for inputs in (spoiled, x):
-        plan, model = without_noise(small_plan(epochs=1)), network()
-        model, optimizer, loader = make_private(
-            model, sgd(model), TensorDataset(inputs, y), plan, 0.5, clipping=clipping, key=seeded(1)
-        )
-        train(model, optimizer, loader)
-        runs.append([p.detach() for p in model.parameters()])
-    assert all(bool(torch.isfinite(p).all()) for p in runs[0])
-    assert any(not torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    plan, model, twin = without_noise(small_plan()), network(), network()
+    model, optimizer, loader = make_private(model, sgd(model), TensorDataset(spoiled, y), plan, 0.5, clipping=clipping)
+    train(model, optimizer, loader)
+    others = [batch[batch != 5] for batch in optimizer.run.batches]
+    reference_run(twin, sgd(twin), examples(), others, 8.0, 0.5)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
 
 
 def test_an_existing_loader_keeps_its_collate_function_and_workers(plan):

@@ -7,9 +7,11 @@ rest of the epoch that the optimizer is in; a batch, or one rank's share of it, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
@@ -47,9 +49,13 @@ class PlannedLoader(DataLoader[Any]):
     def __init__(self, data: Any, run: Run, physical_batch_size: int | None = None) -> None:
         self.run = run
         self._loaded_step: int | None = None
+        self._seeds: bytes | None = None  # of the workers, where they are ours to choose
         dataset = dataset_of(data)
         given = data if isinstance(data, DataLoader) else None
         kept = {} if given is None else {name: getattr(given, name) for name in _KEPT}
+        if kept.get("generator") is None:
+            kept["generator"] = torch.Generator()
+            self._seeds = run.noise.key.derive("quell workers")
         collate = default_collate if given is None else given.collate_fn
         super().__init__(
             dataset,
@@ -66,6 +72,12 @@ class PlannedLoader(DataLoader[Any]):
             )
         self._loaded_step = None
         self.run.require_steps_left()
+        if self._seeds is not None:
+            # A loader draws a seed for its workers whenever it is started. Drawn from torch's global generator, that
+            # would give a resumed run, which starts its loader once more, other dropout masks than a straight one.
+            step = self.run.step.to_bytes(8, "little")
+            digest = blake2b(step, digest_size=8, key=self._seeds).digest()
+            self.generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
