@@ -121,6 +121,10 @@ class Key:
         derived = blake2b(message, digest_size=8, key=self._secret, person=b"quell philox").digest()
         return np.frombuffer(derived, dtype="<u4").astype(np.uint32)
 
+    def derive(self, purpose: str) -> bytes:
+        """32 secret bytes for another use of the same run, such as drawing its batches: independent of the noise."""
+        return blake2b(purpose.encode(), digest_size=KEY_BYTES, key=self._secret, person=b"quell derive").digest()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and hmac.compare_digest(self._secret, other._secret)
 
