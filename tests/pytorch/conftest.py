@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -25,6 +26,14 @@ def small_plan(recommended: str = "bisr", alone: bool = False, **changes) -> Pla
     names = [recommended] if alone or setup.sampling != "cyclic" else list(MECHANISMS)
     problem = problem_of(setup)
     return Plan(setup, tuple(problem.price(n, **MECHANISMS[n]) for n in names), names.index(recommended))
+
+
+@cache
+def unpriced_poisson_plan() -> Plan:
+    """A plan with batches that are sometimes empty. Its noise is not calibrated for them: it promises nothing."""
+    plan = small_plan("identity", alone=True, examples=12, batch_size=1, epochs=2)
+    mechanism = replace(plan.mechanism, guarantee=replace(plan.mechanism.guarantee, sampling="poisson"))
+    return Plan(plan.setup, (mechanism,), 0)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from quell.noise.audit import audit
 from quell.torch import CorrelatedNoise, make_private
 
-from .conftest import small_plan
+from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, reference_run, seeded, train, without_noise
 
 MODES = ["flat", "ghost", "microbatch"]
@@ -140,7 +140,7 @@ def test_physical_batches_and_accumulation_change_nothing(clipping):
 
 @pytest.mark.parametrize("clipping", MODES)
 def test_empty_batches_still_get_their_noise(clipping):
-    plan = small_plan("identity", sampling="poisson", examples=12, batch_size=1, epochs=2)
+    plan = unpriced_poisson_plan()
     model = network()
     model, optimizer, loader = make_private(model, sgd(model), examples(12), plan, clipping=clipping)
     sizes = [len(batch) for batch in optimizer.run.batches]

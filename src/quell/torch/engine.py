@@ -26,18 +26,18 @@ class Engine:
         self.max_grad_norm = max_grad_norm
         self.mean_loss = loss_reduction == "mean"
         self._seen = 0
-        self._sums = self._zeros()
+        self._sums: dict[str, Tensor] = {}
 
     def collect(self) -> tuple[int, list[Tensor]]:
         """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded."""
         self.flush()
         seen, sums = self._seen, self._sums
-        self._seen, self._sums = 0, self._zeros()
-        return seen, list(sums.values())
+        self._seen, self._sums = 0, {}
+        return seen, [sums[name] if name in sums else _zeros(p) for name, p in self.params.items()]
 
     def discard(self) -> None:
         """Forget gradients that were computed and not collected."""
-        self._seen, self._sums = 0, self._zeros()
+        self._seen, self._sums = 0, {}
 
     def flush(self) -> None:
         """Clip whatever finished backward passes have left."""
@@ -46,10 +46,7 @@ class Engine:
     def _take(self, examples: int, sums: Mapping[str, Tensor]) -> None:
         self._seen += examples
         for name, value in sums.items():
-            self._sums[name] += value
-
-    def _zeros(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(local(p), dtype=torch.float32) for name, p in self.params.items()}
+            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
 
 @dataclass(eq=False)
@@ -124,6 +121,10 @@ class DeferredEngine(Engine):
 
     def _forget(self, done: Pass) -> None:
         """Drop what was kept for a pass that is not going to be used."""
+
+
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(local(parameter), dtype=torch.float32, requires_grad=False)
 
 
 def _refuse_stale(this: Pass) -> None:

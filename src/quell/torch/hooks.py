@@ -64,13 +64,16 @@ class FlatEngine(Engine):
             with torch.no_grad():
                 held = {name: self.params[name] for name in found}
                 self._take(sizes.pop(), sum_clipped(lambda: iter([found]), held, self.max_grad_norm))
-        for parameter in self.params.values():
-            parameter.grad_sample = None
+        self._drop()
 
     def discard(self) -> None:
         super().discard()
+        self._drop()
+
+    def _drop(self) -> None:
         for parameter in self.params.values():
             parameter.grad_sample = None
+            parameter.grad = None  # the sum without clipping, which autograd makes as well
 
 
 class GhostEngine(DeferredEngine):
@@ -160,12 +163,13 @@ class GhostEngine(DeferredEngine):
         self._backward(outputs, [_scaled(gradient, mask) for gradient in gradients], keep=True, take=True)
         factor = world()[1] if self.sharded else 1
         squares = [(local(p.grad).float() * factor).square().sum() for p in self.params.values() if p.grad is not None]
-        both = torch.stack([torch.stack(squares).sum(), norms[:1].square().sum() * alone]) if squares else mask[:0]
+        real_square = torch.stack(squares).sum() if squares else mask.new_zeros(())
+        both = torch.stack([real_square, norms[:1].square().sum() * alone])
         if self.sharded:
             sum_over_ranks([both])
         self._drop_gradients()
-        real, found = both.sqrt().tolist() if len(both) else (0.0, 0.0)
-        if not abs(real - found) <= 1e-3 * max(real, found):
+        real, found = both.sqrt().tolist()
+        if not abs(real - found) <= 5e-3 * max(real, found):  # room for TF32, not for a layer that is used twice
             raise QuellError(f"one example's gradient has norm {real:.4g}, its layers say {found:.4g}: {_OUTSIDE}")
         self._probed = real > 0
 

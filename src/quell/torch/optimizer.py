@@ -133,8 +133,7 @@ class PrivateOptimizer(Optimizer):
 
     def scale_grad(self) -> None:
         """From sums to means, by the *expected* batch size."""
-        for parameter in self._trained:
-            parameter.grad.div_(self.expected_batch_size)
+        torch._foreach_div_([parameter.grad for parameter in self._trained], self.expected_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and the noise's. Sharded tensors are gathered: then call it on all ranks."""
