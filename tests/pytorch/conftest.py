@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from quell.planning import Plan, problem_of
 from quell.setup import Setup
@@ -34,6 +35,15 @@ def unpriced_poisson_plan() -> Plan:
     plan = small_plan("identity", alone=True, examples=12, batch_size=1, epochs=2)
     mechanism = replace(plan.mechanism, guarantee=replace(plan.mechanism.guarantee, sampling="poisson"))
     return Plan(plan.setup, (mechanism,), 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny tensors on shared cores: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -164,6 +164,10 @@ class PrivateOptimizer(Optimizer):
             _shard_state(self.original_optimizer)
         self._sums, self._pending_examples, self._used = None, 0, False
 
+    def close(self) -> None:
+        """Let go of the ledger, so that another run of this process can go on with the key."""
+        self.run.noise.close()
+
     def privacy_report(self) -> PrivacyReport:
         """What this run promises, has spent so far, and rests on."""
         return privacy_report(self.run)
