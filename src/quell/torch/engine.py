@@ -55,7 +55,7 @@ class Pass:
 
     leaves: list[Tensor]
     made_by: Any  # what the engine needs to go on from there
-    stale: bool = field(default=False)
+    given_up: list[bool] = field(default_factory=list)  # not empty when another forward pass came first
 
 
 class DeferredEngine(Engine):
@@ -74,8 +74,8 @@ class DeferredEngine(Engine):
             return
         gradients = [leaf.grad for leaf in done.leaves]
         if all(gradient is None for gradient in gradients):
-            done.stale = True
-            self._forget(done)
+            done.given_up.append(True)
+            self._forget()
             return
         for name, parameter in self.params.items():
             if parameter.grad is not None:
@@ -94,7 +94,7 @@ class DeferredEngine(Engine):
     def discard(self) -> None:
         super().discard()
         if self._open is not None and any(leaf.grad is not None for leaf in self._open.leaves):
-            self._forget(self._open)
+            self._forget()
             self._open = None
 
     def _cut(self, outputs: Any, made_by: Any = None) -> Any:
@@ -103,23 +103,24 @@ class DeferredEngine(Engine):
         leaves: list[Tensor] = []
 
         def cut(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if not is_differentiable(value):
                 return value
             leaf = value.detach().requires_grad_()
             leaves.append(leaf)
             return leaf
 
         returned = pytree.tree_unflatten([cut(value) for value in flat], spec)
-        self._open = this = Pass(leaves, made_by)
+        self._open = Pass(leaves, made_by)
+        given_up = self._open.given_up  # the hook holds this alone: a cycle would keep the activations alive
         for leaf in leaves:
-            leaf.register_hook(lambda gradient: _refuse_stale(this))
+            leaf.register_hook(lambda gradient: _refuse_late(given_up))
         return returned
 
     def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
         """Sums of clipped gradients, given the gradient of every example's own loss at the outputs."""
         raise NotImplementedError
 
-    def _forget(self, done: Pass) -> None:
+    def _forget(self) -> None:
         """Drop what was kept for a pass that is not going to be used."""
 
 
@@ -127,8 +128,15 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(local(parameter), dtype=torch.float32, requires_grad=False)
 
 
-def _refuse_stale(this: Pass) -> None:
-    if this.stale:
+def is_differentiable(value: Any) -> bool:
+    """Whether an output can carry a gradient; without autograd's record of it, every floating-point one may."""
+    return (
+        isinstance(value, Tensor) and value.is_floating_point() and (value.requires_grad or not torch.is_grad_enabled())
+    )
+
+
+def _refuse_late(given_up: list[bool]) -> None:
+    if given_up:
         raise QuellError(
             "the model was called twice before a backward pass: use one forward pass per loss, or clipping='flat'"
         )

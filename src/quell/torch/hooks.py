@@ -29,7 +29,7 @@ except ImportError as missing:
 
 from quell.torch.clipping import clip_factors, sum_clipped
 from quell.torch.distributed import sum_over_ranks, world
-from quell.torch.engine import DeferredEngine, Engine, Pass
+from quell.torch.engine import DeferredEngine, Engine, Pass, is_differentiable
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.sharding import is_sharded, local
 
@@ -112,7 +112,7 @@ class GhostEngine(DeferredEngine):
             return None
         if any(getattr(parameter, "_forward_counter", 0) > 1 for parameter in self.params.values()):
             raise QuellError(_TIED)
-        return self._cut(outputs, _tensors(outputs))
+        return self._cut(outputs, [value for value in pytree.tree_leaves(outputs) if is_differentiable(value)])
 
     def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
         outputs: list[Tensor] = done.made_by
@@ -173,7 +173,7 @@ class GhostEngine(DeferredEngine):
             raise QuellError(f"one example's gradient has norm {real:.4g}, its layers say {found:.4g}: {_OUTSIDE}")
         self._probed = real > 0
 
-    def _forget(self, done: Pass) -> None:
+    def _forget(self) -> None:
         self._hooks.forget_activations()
 
 
@@ -256,10 +256,6 @@ def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
     """Each example's rows times its factor; exactly zero where the factor is, whatever the gradient."""
     shaped = factors.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
     return torch.where(shaped > 0, gradient * shaped, 0.0)
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    return [v for v in pytree.tree_leaves(outputs) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
 def _refuse_ties(model: nn.Module) -> None:
