@@ -13,7 +13,8 @@ them anew every epoch is a different scheme ("random allocation") whose particip
 
 `adjacency` says which neighbours the guarantee is about. Where every example is placed by its own coins, independently
 of the others, removing one changes nobody else's batches: "add-remove". The batches of `Cyclic` are cut by position,
-so there an example is not removed but replaced by one without a gradient: "zero-out".
+so there an example is not removed but replaced by one without a gradient: "zero-out". In both, the number of examples
+that a run was planned for is public and the same for both neighbours: it fixes b, the rate and the divisor of sums.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class CyclicPoisson:
         """The scheme whose batches hold this share of the examples in expectation: rate = groups · fraction."""
         if not 0 < require_finite("fraction", fraction) * groups <= 1:
             raise QuellError(
-                f"groups={groups} cannot give batches with a share of {fraction:g} of the data: a group holds "
-                f"1/{groups} of it, so use at most {int(1 / fraction)} groups"
+                f"{groups:,} groups (one per band) cannot give batches with a share of {fraction:g} of the data: a "
+                f"group holds 1/{groups:,} of it, so use at most {int(1 / fraction):,} bands, or balls_in_bins"
             )
         return cls(steps, groups, groups * fraction)
 
@@ -193,8 +194,8 @@ class BMinSep:
         waiting = 1.0 - (separation - 1) * require_finite("fraction", fraction)
         if not 0 < fraction <= waiting * (1 + 1e-12):
             raise QuellError(
-                f"separation={separation} cannot give batches with a share of {fraction:g} of the data: an example "
-                f"would have to return after {int(1 / fraction)} steps on average, so separate by at most that"
+                f"a separation of {separation:,} steps (one per band) cannot give batches with a share of {fraction:g} "
+                f"of the data: use at most {int(1 / fraction):,} bands, or balls_in_bins"
             )
         return cls(steps, separation, min(1.0, fraction / waiting))
 
@@ -234,5 +235,5 @@ def scheme(name: str, **options: Any) -> Scheme:
 
 def _checked_rate(rate: float) -> float:
     if not 0 < require_finite("rate", rate) <= 1:
-        raise QuellError(f"rate={rate:g} must be a probability above 0: expected batch size / examples, for instance")
+        raise QuellError(f"rate={rate:g} must lie between 0 and 1: it is expected batch size / examples")
     return float(rate)
