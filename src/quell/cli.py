@@ -25,8 +25,8 @@ from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
 from quell.page import plots
 from quell.progress import listening
-from quell.sampling import SCHEMES, Cyclic
-from quell.setup import Setup, refuse_decay_rate, scheme_name
+from quell.sampling import SCHEMES, Cyclic, scheme_names
+from quell.setup import Setup, refuse_decay_rate
 from quell.strategy import FAMILIES, Parameter, find
 
 HELP = """
@@ -336,7 +336,7 @@ def _problem(
     scheme = Cyclic.from_epochs(steps, epochs) if separation is None else Cyclic(steps, separation)
     rates = None if schedule is None else workload.schedule(schedule, scheme.participation.steps)
     task = workload.sgd(steps, momentum, weight_decay, rates)
-    return Problem(task, scheme, epochs, epsilon, delta, scheme_name(sampling))
+    return Problem(task, scheme, epochs, epsilon, delta, ",".join(scheme_names(sampling)))
 
 
 def _memory(text: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,6 +91,16 @@ def recommendation(plan: Plan) -> str:
         f"Without amplification no mechanism at all has an RMSE below {problem.lower_bound:.4g}. "
         f"Promise: {chosen.guarantee}."
     )
+
+
+def explanation(plan: Plan) -> str:
+    """Why this mechanism, what it buys, and what would change the answer."""
+    return recommendation(plan)
+
+
+def plan_html(plan: Plan) -> str:
+    """The plan for a notebook."""
+    return f"<pre>{html.escape(plan_text(plan))}</pre>"
 
 
 def plan_text(plan: Plan) -> str:

@@ -13,15 +13,8 @@ from functools import cached_property
 
 from quell import workload
 from quell.errors import QuellError, require_count, require_finite, require_privacy
-from quell.sampling import SCHEMES, Cyclic
-
-
-def scheme_name(name: str) -> str:
-    """The name of a sampling scheme, hyphens allowed, or "best"."""
-    plain = str(name).replace("-", "_").lower()
-    if plain not in (*SCHEMES, "best"):
-        raise QuellError(f"there is no sampling scheme {name!r}: use {', '.join(SCHEMES)}, or best")
-    return plain
+from quell.objective import OBJECTIVES
+from quell.sampling import Cyclic, scheme_names
 
 
 def refuse_decay_rate(weight_decay: float) -> None:
@@ -41,7 +34,9 @@ class Setup:
     optimizer's weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one
     positive number per step (only ratios matter). `memory` is how many model-sized vectors may be kept for
     noise (None: no limit), `draws` how many noise vectors may be generated per step.
-    `sampling` is how batches are formed: a scheme of `quell.sampling`, or "best" for the one with the least error.
+    `sampling` names the schemes of `quell.sampling` that the data pipeline can do, separated by commas, or "best" for
+    all of them; the plan takes the one with the least error. `objective` is what the plan makes small
+    (`quell.objective`), `adaptive` whether the optimizer rescales gradients, as Adam does.
 
     >>> Setup(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5).steps
     3900
@@ -57,7 +52,9 @@ class Setup:
     learning_rates: str | Sequence[float] | None = None
     memory: float | None = 4.0
     draws: int = 16
-    sampling: str = "cyclic"
+    sampling: str = "best"
+    objective: str = "training"
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         for name in ("examples", "batch_size", "epochs", "draws"):
@@ -70,7 +67,9 @@ class Setup:
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", delta)
         refuse_decay_rate(self.weight_decay)
-        object.__setattr__(self, "sampling", scheme_name(self.sampling))
+        object.__setattr__(self, "sampling", self.sampling if self.sampling == "best" else ",".join(scheme_names(self.sampling)))
+        if self.objective not in OBJECTIVES:
+            raise QuellError(f"there is no objective {self.objective!r}: use {', '.join(OBJECTIVES)}")
         if self.memory is not None and require_finite("memory", self.memory) < 0:
             raise QuellError(
                 f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without buffers"
@@ -106,6 +105,10 @@ class Setup:
     @property
     def buffer_limit(self) -> float:
         return math.inf if self.memory is None else self.memory
+
+    def allows(self, buffers: int, draws: int) -> bool:
+        """Whether noise that keeps `buffers` vectors and draws `draws` per step stays within the limits."""
+        return buffers <= self.buffer_limit and draws <= self.draws
 
     @property
     def notes(self) -> tuple[str, ...]:

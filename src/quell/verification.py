@@ -129,7 +129,7 @@ def _rebuild(problem: Problem, row: dict[str, Any]) -> Mechanism:
         problem.delta,
         COMPARISONS,
     )
-    return Mechanism(strategy, guarantee, error(strategy, problem.workload))
+    return problem.with_claim(strategy, guarantee)
 
 
 def _row_checks(problem: Problem, mechanism: Mechanism, row: dict[str, Any]) -> Iterator[Check]:

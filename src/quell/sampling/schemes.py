@@ -212,6 +212,23 @@ Scheme = Cyclic | BallsInBins | Poisson | CyclicPoisson | BMinSep
 
 SCHEMES: dict[str, type[Scheme]] = {kind.name: kind for kind in (Cyclic, BallsInBins, Poisson, CyclicPoisson, BMinSep)}
 
+BEST = ("balls_in_bins", "poisson", "cyclic_poisson", "cyclic")  # b_min_sep never beats these by its certificates
+
+
+def scheme_names(text: str) -> tuple[str, ...]:
+    """The schemes in a list such as "cyclic,balls-in-bins"; "best" is all that a plan chooses from.
+
+    >>> scheme_names("cyclic, balls-in-bins")
+    ('cyclic', 'balls_in_bins')
+    """
+    names = tuple(part.strip().replace("-", "_").lower() for part in str(text).split(","))
+    if names == ("best",):
+        return BEST
+    for name in names:
+        if name not in SCHEMES:
+            raise QuellError(f"there is no sampling scheme {name!r}: use {', '.join(SCHEMES)}, several of them, or best")
+    return tuple(dict.fromkeys(names))
+
 
 def scheme(name: str, **options: Any) -> Scheme:
     """The scheme called `name` (hyphens allowed), with its options checked.
