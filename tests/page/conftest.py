@@ -10,4 +10,4 @@ from quell.planning import Plan
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    return quell.plan(examples=2000, batch_size=100, epochs=4, epsilon=4, delta=1e-5, momentum=0.9)
+    return quell.plan(examples=2000, batch_size=100, epochs=4, epsilon=4, delta=1e-5, momentum=0.9, sampling="cyclic")

@@ -19,7 +19,7 @@ from quell.page.server import PageServer
 from quell.progress import announce
 from quell.setup import Setup
 
-SETUP = Setup(examples=2000, batch_size=100, epochs=2, epsilon=8.0, delta=1e-5)
+SETUP = Setup(examples=2000, batch_size=100, epochs=2, epsilon=8.0, delta=1e-5, sampling="cyclic")
 
 
 @pytest.fixture(scope="module")
