@@ -14,8 +14,9 @@ from quell.mechanism import Mechanism
 from quell.page.curves import cancellation_curves, epsilon_curve, error_curve
 from quell.planning import Plan, fits
 from quell.privacy import Guarantee
-from quell.report import details, label, recommendation
+from quell.report import details, label
 from quell.sampling import Cyclic
+from quell.search import pareto
 
 _BATCHES = {
     "cyclic": "Batches are fixed: the same ones in the same order in every epoch.",
@@ -32,22 +33,22 @@ _NEIGHBOURS = {
 
 def content_of(plan: Plan, with_estimates: bool = True) -> dict[str, Any]:
     """The page's data, ready for JSON; estimates of ε for other noise are made for the recommended mechanism only."""
-    setup, problem = plan.setup, plan.problem
+    setup, problem, shown = plan.setup, plan.problem, plan.alternatives
+    recommended = _place(shown, plan.mechanism)
     return {
         "version": __version__,
         "setup": f"{setup.examples:,} examples, batches of {setup.batch_size:,}, {setup.epochs:,} epochs: "
         f"{setup.steps:,} steps. Target: ({setup.epsilon:g}, {setup.delta:g})-differential privacy.",
-        "recommendation": recommendation(plan).splitlines(),
+        "recommendation": plan.explain().splitlines(),
         "notes": [f"{note}." for note in setup.notes],
         "privacy": privacy_statement(plan),
         "steps": setup.steps,
         "lower_bound": problem.lower_bound,
-        "recommended": plan.recommended,
-        "frontier": _frontier(plan.mechanisms),
+        "recommended": recommended,
+        "frontier": [_place(shown, mechanism) for mechanism in pareto(shown, "rmse")],
         "baseline": _row(plan, problem.dpsgd, False),
         "mechanisms": [
-            _row(plan, mechanism, with_estimates and index == plan.recommended)
-            for index, mechanism in enumerate(plan.mechanisms)
+            _row(plan, mechanism, with_estimates and index == recommended) for index, mechanism in enumerate(shown)
         ],
     }
 
@@ -80,13 +81,8 @@ def privacy_statement(plan: Plan) -> list[dict[str, str]]:
     return [{"title": title, "text": text} for title, text in statement.items()]
 
 
-def _frontier(mechanisms: tuple[Mechanism, ...]) -> list[int]:
-    """Those that no other beats with as little memory, least memory first."""
-    found: list[int] = []
-    for index in sorted(range(len(mechanisms)), key=lambda i: (mechanisms[i].buffers, mechanisms[i].rmse)):
-        if not found or mechanisms[index].rmse < mechanisms[found[-1]].rmse:
-            found.append(index)
-    return found
+def _place(mechanisms: tuple[Mechanism, ...], wanted: Mechanism) -> int:
+    return next(index for index, mechanism in enumerate(mechanisms) if mechanism is wanted)
 
 
 def _proof(guarantee: Guarantee) -> str:
@@ -112,13 +108,13 @@ def _row(plan: Plan, mechanism: Mechanism, with_estimates: bool) -> dict[str, An
         "gap": mechanism.rmse / problem.lower_bound,
         "buffers": mechanism.buffers,
         "draws": mechanism.draws,
-        "sampling": mechanism.guarantee.sampling,
-        "certified": mechanism.guarantee.certified,
+        "sampling": mechanism.sampling,
+        "certified": mechanism.certified,
         "fits": fits(plan.setup, mechanism),
-        "details": details(problem, mechanism).splitlines(),
+        "details": details(problem, mechanism).splitlines() if mechanism.certified else [f"{mechanism.claim}."],
         "planned": {
             "sigma": float(at_least(mechanism.noise_multiplier, 5)),
-            "epsilon": float(at_least(mechanism.guarantee.epsilon, 5)),
+            "epsilon": float(at_least(mechanism.claim.epsilon, 5)),
         },
         "error": error_curve(mechanism, problem.workload),
         "cancellation": cancellation_curves(mechanism.strategy, problem.workload),
