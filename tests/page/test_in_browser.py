@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+import quell
 from quell import page
 from quell.page.server import PageServer
 from quell.setup import Setup
@@ -51,6 +52,16 @@ def test_the_report_shows_four_pictures_and_the_table(report, plan):
     assert report.run("document.getElementById('controls').hidden") is True
     assert report.run("document.querySelectorAll('path[d*=NaN], circle[cx=NaN], circle[cy=NaN]').length") == 0
     assert report.complaints == []
+
+
+def test_a_run_of_one_step_is_drawn_too(browser, tmp_path):
+    path = tmp_path / "report.html"
+    page.write(quell.plan(examples=1, batch_size=1, epochs=1, epsilon=1, delta=0.01, sampling="cyclic"), path)
+    browser.complaints.clear()
+    browser.open(path.as_uri())
+    assert browser.run("document.querySelectorAll('figure svg.chart').length") == 4
+    assert browser.run("/NaN|Infinity|undefined/.test(document.body.outerHTML.split('<script')[0])") is False
+    assert browser.complaints == []
 
 
 def test_pointing_at_a_curve_reads_it(report):

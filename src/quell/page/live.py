@@ -7,6 +7,7 @@ time and abandons a computation as soon as the same page has asked for something
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -123,7 +124,10 @@ def draft_plan(setup: Setup) -> Plan:
 
     for name in _QUICK if setup.steps > _LONG else (*_QUICK, *_QUICK_IF_SHORT):
         announce(name)
-        priced = [problem.price(name, **options) for options in FAMILIES[name].candidates(problem.workload, limits)]
+        priced = []
+        for options in FAMILIES[name].candidates(problem.workload, limits):
+            with suppress(QuellError):  # what does not go with this run is left out; independent noise always goes
+                priced.append(problem.price(name, **options))
         best += sorted(priced, key=lambda mechanism: (not fits(setup, mechanism), score(mechanism)))[:1]
     rows = sorted(best, key=score)
     return Plan(setup, tuple(rows), recommend(setup, rows))
