@@ -19,6 +19,7 @@ from quell.sampling import SCHEMES, BallsInBins, BMinSep, Cyclic, CyclicPoisson,
 from quell.strategy import Parameter, Strategy, build, describe
 from quell.workload import Workload
 
+_MOST_BINS = 16_384  # steps per epoch up to which balls in bins is tried unasked: every draw takes so many numbers
 MOST_NUMBERS = 1_000_000  # of an optimised strategy that a row can hold
 
 
@@ -47,7 +48,9 @@ class Mechanism:
     def guarantee(self) -> Guarantee:
         """The proven promise; an estimate has none."""
         if isinstance(self.claim, Estimate):
-            raise QuellError(f"{describe(self.strategy)} has only an estimate of its noise: price it to get a guarantee")
+            raise QuellError(
+                f"{describe(self.strategy)} has only an estimate of its noise: price it to get a guarantee"
+            )
         return self.claim
 
     @property
@@ -85,9 +88,7 @@ class Mechanism:
         return self.strategy.recurrence.draws
 
     def __repr__(self) -> str:
-        return (
-            f"<{describe(self.strategy)}: σ={at_least(self.noise_multiplier)}, RMSE {self.rmse:.4g}, {self.claim}>"
-        )
+        return f"<{describe(self.strategy)}: σ={at_least(self.noise_multiplier)}, RMSE {self.rmse:.4g}, {self.claim}>"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Problem:
     delta: float
     sampling: str = Cyclic.name  # the allowed schemes, of which each mechanism takes its best
     adaptive: bool = False  # whether the optimizer is; the objective `training` asks
+    unit: str = "example"  # whose presence is hidden
 
     def __post_init__(self) -> None:
         count, b = self.cycle.participation.count, self.cycle.separation
@@ -145,7 +147,9 @@ class Problem:
             for more in (1.0005, 1.002, 1.008):
                 with suppress(QuellError):
                     enough = round_up(noise * more)
-                    return self.with_claim(strategy, privacy.certify(strategy, scheme, enough, self.epsilon, self.delta))
+                    return self.with_claim(
+                        strategy, privacy.certify(strategy, scheme, enough, self.epsilon, self.delta)
+                    )
         return self.priced(strategy, mechanism.sampling, comparisons)
 
     def unit_score(self, strategy: Strategy, objective: str) -> float:
@@ -171,6 +175,10 @@ class Problem:
             return allowed
         bands = getattr(strategy, "bands", self.workload.steps)
         most = {"poisson": 1, "cyclic_poisson": self.cycle.separation, "b_min_sep": self.cycle.separation}
+        if self.cycle.separation > _MOST_BINS:
+            most["balls_in_bins"] = 0
+        if bands == 1 and "poisson" in allowed:  # nothing amplifies independent noise more
+            most["cyclic_poisson"] = most["balls_in_bins"] = 0
         return tuple(name for name in allowed if bands <= most.get(name, bands))
 
     def scheme_of(self, strategy: Strategy, sampling: str) -> Scheme:
@@ -195,7 +203,7 @@ class Problem:
         """The yardstick: independent noise under the same promise and the best of the allowed schemes, estimated."""
         identity = build("identity", self.workload, self.cycle.participation)
         allowed = scheme_names(self.sampling)
-        coins = "poisson" if len(allowed) > 1 and "poisson" in allowed or allowed == ("cyclic_poisson",) else None
+        coins = "poisson" if (len(allowed) > 1 and "poisson" in allowed) or allowed == ("cyclic_poisson",) else None
         return self.estimated(identity, coins or allowed[0])
 
     @cached_property
@@ -203,6 +211,10 @@ class Problem:
         """No mechanism without amplification has a smaller RMSE."""
         bound = bounds.lower_bound(self.workload, self.cycle.participation)
         return bound.value * gaussian_sigma(self.epsilon, self.delta)
+
+    def promise(self, mechanism: Mechanism) -> str:
+        """The guarantee in words, with the unit of privacy that this problem is about."""
+        return str(mechanism.guarantee).replace("per example", f"per {self.unit}")
 
     def row(self, mechanism: Mechanism) -> dict[str, Any]:
         """The mechanism as plain data: the keys of `--json` and of plan files (documented in docs/json.md)."""
@@ -234,7 +246,7 @@ class Problem:
             "guarantee": {
                 "epsilon": guarantee.epsilon,
                 "delta": guarantee.delta,
-                "unit": "example",
+                "unit": self.unit,
                 "adjacency": guarantee.adjacency,
                 "sampling": guarantee.sampling,
                 "method": guarantee.method.split(" (")[0],

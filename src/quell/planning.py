@@ -185,9 +185,10 @@ def fits(setup: Setup, mechanism: Mechanism) -> bool:
 
 
 def problem_of(setup: Setup) -> Problem:
-    return Problem(
-        setup.workload, setup.cycle, setup.epochs, setup.epsilon, setup.delta, setup.sampling, setup.adaptive
-    )
+    cycle = setup.cycle
+    uses = cycle.participation.count if setup.user_level else setup.epochs
+    unit = "user" if setup.user_level else "example"
+    return Problem(setup.workload, cycle, uses, setup.epsilon, setup.delta, setup.sampling, setup.adaptive, unit)
 
 
 def equivalent_epsilon(problem: Problem, mechanism: Mechanism) -> float:

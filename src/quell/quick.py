@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
+from typing import Any
 
 from quell.errors import QuellError
 from quell.privacy import Estimate, balls_in_bins, calibrate, estimate, gaussian_epsilon, gaussian_sigma, poisson
@@ -37,15 +39,17 @@ def quick(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float, near
     """
     match scheme:
         case Cyclic():
-            return Estimate(epsilon, delta, calibrate(strategy, scheme, epsilon, delta).noise_multiplier, scheme.name, 0.0)
+            return Estimate(
+                epsilon, delta, calibrate(strategy, scheme, epsilon, delta).noise_multiplier, scheme.name, 0.0
+            )
         case BallsInBins():
             ledger = balls_in_bins.ledger_of(strategy, scheme)
             sigma = _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon), ledger, epsilon, delta, near)
             return Estimate(epsilon, delta, sigma, scheme.name, _CLOSE if ledger.statistical else 0.0)
         case Poisson() | CyclicPoisson():
             coins = poisson.ledger_of(strategy, scheme)
-            sigma = _crossing(lambda sigma: coins.estimate(sigma, epsilon, False)[0], coins, epsilon, delta, near)
-            return Estimate(epsilon, delta, sigma, scheme.name, 0.0)
+            sigma = coins.column * _coin_noise(coins.rounds, coins.rate, epsilon, delta)
+            return Estimate(epsilon, delta, round_up(sigma), scheme.name, 0.0)
     return estimate(strategy, scheme, epsilon, delta)
 
 
@@ -53,16 +57,13 @@ def quick_epsilon(strategy: Strategy, scheme: Scheme, sigma: float, delta: float
     """About the ε of noise `sigma`, which may be far too little for any promise: a yardstick for comparisons."""
     if isinstance(scheme, Poisson | CyclicPoisson):
         coins = poisson.ledger_of(strategy, scheme)
-        losses = import_module("dp_accounting.pld.privacy_loss_distribution")
-        once = losses.from_gaussian_mechanism(
-            sigma / coins.column,
-            value_discretization_interval=max(1e-3, 1e-4 * (coins.column / sigma) ** 2),  # losses grow like 1/σ²
-            sampling_prob=coins.rate,
-        )
-        return float(once.self_compose(coins.rounds).get_epsilon_for_delta(delta))
+        unit = sigma / coins.column
+        cell = max(1e-3, 1e-4 / unit**2)  # losses grow like 1/σ²
+        return float(_losses(coins.rounds, coins.rate, unit, cell).get_epsilon_for_delta(delta))
     if isinstance(scheme, Cyclic):
         return gaussian_epsilon(sigma / sensitivity(strategy, scheme.participation).value, delta)
-    ledger = balls_in_bins.ledger_of(strategy, scheme)
+    bins = BallsInBins(scheme.steps, scheme.separation)  # b_min_sep is close enough to that for a yardstick
+    ledger = balls_in_bins.ledger_of(strategy, bins)
     low, high = 1e-3, ledger.safe_epsilon(sigma, delta)
     for _ in range(24):
         middle = math.sqrt(low * high)
@@ -85,6 +86,23 @@ def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> f
     return 0.0
 
 
+@lru_cache(maxsize=256)
+def _coin_noise(rounds: int, rate: float, epsilon: float, delta: float) -> float:
+    """Noise per unit of column norm under (cyclic) Poisson sampling: the same for every strategy with as many bands."""
+    ledger = poisson.PoissonLedger(rounds, rate, 1.0)
+    cell = 2e-3 * min(1.0, max(epsilon, 0.2))
+    return _crossing(
+        lambda sigma: float(_losses(rounds, rate, sigma, cell).get_delta_for_epsilon(epsilon)), ledger, epsilon, delta
+    )
+
+
+def _losses(rounds: int, rate: float, sigma: float, cell: float) -> Any:
+    """The privacy losses of composed subsampled Gaussians, on a grid of this width."""
+    library = import_module("dp_accounting.pld.privacy_loss_distribution")
+    once = library.from_gaussian_mechanism(sigma, value_discretization_interval=cell, sampling_prob=rate)
+    return once.self_compose(rounds)
+
+
 def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float) -> float:
     if not ledger.statistical:
         return ledger.estimate(sigma, epsilon, False)[0]
@@ -97,7 +115,7 @@ def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float) -
 
 
 def _crossing(
-    function: Callable[[float], float], ledger: Ledger, epsilon: float, delta: float, near: float | None
+    function: Callable[[float], float], ledger: Ledger, epsilon: float, delta: float, near: float | None = None
 ) -> float:
     """Where δ falls to `delta`, by secants between logarithms, rounded up to five digits."""
     top = math.log(ledger.safe_sigma(epsilon, delta))

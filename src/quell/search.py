@@ -15,7 +15,7 @@ Nothing here is a promise: `quell.planning` certifies what it recommends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +35,8 @@ Parameters = dict[str, Parameter]
 _LOOK_AHEAD = 16  # buffers that are looked at beyond a smaller limit: what would more memory buy?
 _POINTS = 20  # values on a continuous line
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_BASELINES = ("tree", "dense", "diagonal")  # never best; listed without amplification
+_UNAMPLIFIED = ("tree", "dense", "diagonal", "band")  # baselines, and one whose Gram matrix takes seconds
+_MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies are amplified
 
 
 @dataclass
@@ -80,6 +81,18 @@ class Search:
         mechanism = self.seen[key]
         return math.inf if mechanism is None else mechanism.score(objective)
 
+    def refine(self, objective: str) -> None:
+        """Try the best amplified one that fits with its columns normalised, which costs time and gains a percent."""
+        ranked = sorted(self.seen.items(), key=lambda entry: entry[1].score(objective) if entry[1] else math.inf)
+        for (family, _, sampling), mechanism in ranked:
+            if mechanism is None or not self.setup.allows(mechanism.buffers, mechanism.draws):
+                continue
+            small = self.problem.workload.steps * self.problem.cycle.separation <= _MOST_GRAM
+            if sampling != Cyclic.name and FAMILIES[family].normalisable and small:
+                parameters = {**mechanism.strategy.parameters, "column_normalise": True}
+                self.score(family, parameters, sampling, objective)
+            return
+
     def _strategy(self, family: str, parameters: Parameters) -> Strategy | None:
         key = family, _words(parameters)
         if key not in self.strategies:
@@ -92,25 +105,35 @@ class Search:
         return self.strategies[key]
 
 
-def search(setup: Setup, problem: Problem, progress: Progress | None = None) -> list[Mechanism]:
+def search(
+    setup: Setup, problem: Problem, progress: Progress | None = None, families: tuple[str, ...] | None = None
+) -> list[Mechanism]:
     """Mechanisms worth showing, estimated: the best of every family, and the best for every amount of memory.
 
-    Both the set-up's objective and RMSE are searched for. Sorted by the objective, those that fit first.
+    Sorted by the set-up's objective, those that fit first. All families are searched by default, and then for the least
+    RMSE as well; some families only for the objective.
     """
     state = Search(setup, problem)
     limits = Limits(problem.cycle.participation, max(setup.buffer_limit, _LOOK_AHEAD), setup.draws)
-    jobs = [(objective, line) for objective in dict.fromkeys((setup.objective, "rmse")) for line in _lines(problem, limits)]
-    for done, (objective, (family, values)) in enumerate(jobs):
-        if progress is not None:
-            progress(done, len(jobs), family)
-        for sampling in scheme_names(setup.sampling):
-            if sampling == Cyclic.name:
-                for parameters in values if len(values) < _POINTS else ():
-                    state.score(family, parameters, sampling, objective)
-            elif family not in _BASELINES or Cyclic.name not in scheme_names(setup.sampling):
-                _valley(lambda i: state.score(family, values[i], sampling, objective), len(values))
-    if progress is not None:
-        progress(len(jobs), len(jobs), "done")
+    schemes = scheme_names(setup.sampling)
+    amplifying = [name for name in schemes if name != Cyclic.name]
+    plain, lines = (
+        [line for line in each if families is None or line[0] in families]
+        for each in (_grids(problem, limits), _lines(problem, limits))
+    )
+    wanted = (setup.objective, "rmse") if families is None else (setup.objective,)
+    objectives = dict.fromkeys(wanted) if amplifying else {}
+    tick = _ticks(progress, len(plain) + len(lines) * (1 + len(objectives)))
+    for family, values in (*plain, *lines):
+        tick(family)
+        for parameters in values if Cyclic.name in schemes else ():
+            state.score(family, parameters, Cyclic.name, setup.objective)
+    for objective in objectives:
+        for family, values in lines:
+            tick(family)
+            for sampling in amplifying:
+                _valley(lambda i: state.score(family, values[i], sampling, objective), len(values))  # noqa: B023
+        state.refine(objective)
     return worth_showing(setup, state.mechanisms)
 
 
@@ -138,22 +161,33 @@ def pareto(mechanisms: list[Mechanism] | tuple[Mechanism, ...], objective: str) 
     return front
 
 
-def _lines(problem: Problem, limits: Limits) -> Iterator[tuple[str, list[Parameters]]]:
-    """(family, parameter values in order): the grids of all families, and lines for λ and γ."""
+def _grids(problem: Problem, limits: Limits) -> Iterator[tuple[str, list[Parameters]]]:
+    """(family, parameter values): all that is worth trying without amplification."""
     for family in FAMILIES.values():
-        candidates = list(family.candidates(problem.workload, limits))
-        for normalise in (False, True):
-            values = [each for each in candidates if each.get("column_normalise", False) is normalise]
-            if values:
-                yield family.name, values
-    if limits.draws < 2 or problem.workload.steps < 2 or not problem.workload.is_toeplitz:
+        values = list(family.candidates(problem.workload, limits))
+        if family.name == "fractional":  # its best powers take time; more draws are always better
+            values = [each for each in values if each["bands"] == max(int(other["bands"]) for other in values)]
+        if values:
+            yield family.name, values
+
+
+def _lines(problem: Problem, limits: Limits) -> Iterator[tuple[str, list[Parameters]]]:
+    """(family, parameter values in order): what is worth trying with amplification, columns not normalised."""
+    for family, values in _grids(problem, limits):
+        if family not in ("lambda_cgd", "fractional", *_UNAMPLIFIED):
+            yield family, [{**each, "column_normalise": False} for each in values if not each.get("column_normalise")]
+    if limits.draws < 2 or problem.workload.steps < 2 or problem.workload.given is not None:
         return
-    most = math.log(1.0 / (1.0 - min(best_lambda(problem.workload, problem.cycle.participation), 1 - 1e-12)))
-    memories = np.linspace(0.0, most, _POINTS + 1)[1:]
+    longest = math.log(1.0 / (1.0 - min(best_lambda(problem.workload, problem.cycle.participation), 1 - 1e-12)))
+    memories = np.linspace(0.0, longest, _POINTS + 1)[1:]
     yield "lambda_cgd", [{"lambda": -math.expm1(-float(memory))} for memory in memories]
-    for bands in sorted({min(4, limits.draws), limits.draws}):
-        powers = np.linspace(0.0, 1.0, _POINTS + 1)[1:]
-        yield "fractional", [{"bands": bands, "gamma": float(power)} for power in powers]
+    powers = np.linspace(0.0, 1.0, _POINTS + 1)[1:]
+    yield "fractional", [{"bands": limits.draws, "gamma": float(power)} for power in powers]
+
+
+def _ticks(progress: Progress | None, total: int) -> Callable[[str], None]:
+    done = iter(range(total))
+    return lambda name: progress(next(done), total, name) if progress is not None else None
 
 
 def _valley(score: Callable[[int], float], count: int) -> int:

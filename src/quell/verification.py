@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from quell import privacy
-from quell.error import error
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
 from quell.planning import COMPARISONS, FORMAT, VERSION, Plan, problem_of, recommend

@@ -119,16 +119,6 @@ def prefix(steps: int) -> Workload:
     return sgd(steps)
 
 
-def identity(steps: int) -> Workload:
-    """Single steps: nothing is accumulated.
-
-    >>> identity(2).matrix()
-    array([[1., 0.],
-           [0., 1.]])
-    """
-    return Workload(Participation.single(steps).steps, decay=0.0)
-
-
 def sgd(
     steps: int,
     momentum: float = 0.0,

@@ -16,6 +16,8 @@ from quell import cli, page
 from quell.errors import QuellError
 from quell.page.content import content_of, privacy_statement
 from quell.page.document import document
+from quell.planning import Plan, problem_of
+from quell.setup import Setup
 
 HOSTILE = '</script><script>alert(1)</script><!-- & "quoted" <img src=x onerror=alert(1)>'
 
@@ -110,6 +112,14 @@ def test_the_statement_names_unit_neighbours_scheme_and_view(plan):
     assert "in which batch" not in text
 
 
+def test_a_promise_per_user_names_the_user_and_the_pattern():
+    setup = Setup(examples=200, batch_size=10, epochs=2, epsilon=4.0, delta=1e-3, separation=7, participations=3)
+    text = " ".join(part["text"] for part in privacy_statement(Plan(setup, (problem_of(setup).price("identity"),), 0)))
+    for words in ("any one user", "at most 3 steps", "at least 7 apart", "each user contributes", "Groups of users"):
+        assert words in text
+    assert "single example" not in text
+
+
 def test_under_amplification_membership_is_secret_and_other_noise_only_estimated(amplified):
     text = " ".join(part["text"] for part in privacy_statement(amplified))
     assert "add-remove" in text
@@ -117,7 +127,7 @@ def test_under_amplification_membership_is_secret_and_other_noise_only_estimated
     rows = {row["family"]: row for row in content_of(amplified)["mechanisms"]}
     assert rows["bisr"]["certified"] is True
     assert rows["bisr"]["epsilon"]["guaranteed"] is False
-    assert all(row["epsilon"] is None for row in content_of(amplified, with_estimates=False)["mechanisms"])
+    assert all(row["epsilon"] is None for row in content_of(amplified, thorough=False)["mechanisms"])
 
 
 def test_a_mechanism_that_is_only_estimated_says_so(amplified):
@@ -131,7 +141,9 @@ def test_a_mechanism_that_is_only_estimated_says_so(amplified):
 def test_the_command_writes_the_page_and_the_pictures(tmp_path):
     report, picture = tmp_path / "report.html", tmp_path / "plan.svg"
     run = ["--examples", "200", "--batch-size", "20", "--epochs", "2", "--epsilon", "4", "--delta", "1e-3"]
-    result = CliRunner().invoke(cli.app, ["plan", *run, "--html", str(report), "--plot", str(picture)])
+    result = CliRunner().invoke(
+        cli.app, ["plan", *run, "--sampling", "cyclic", "--html", str(report), "--plot", str(picture)]
+    )
     assert result.exit_code == 0, result.output
     assert "Written:" in result.output
     assert data_of(report.read_text())["plan"]["steps"] == 20

@@ -153,7 +153,7 @@ class Desk:
             still_wanted()
             plan = draft_plan(question.setup) if question.draft else make_plan(question.setup, still_wanted)
             still_wanted()
-            return content_of(plan, with_estimates=False)
+            return content_of(plan, thorough=False)
 
     def _ticket(self, page: str) -> int:
         with self._writing:
