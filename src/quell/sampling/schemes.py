@@ -31,6 +31,8 @@ class Cyclic:
     """Fixed batches in a fixed order, the same in every epoch: no amplification, `separation` steps apart.
 
     `shuffle` cuts the batches from a random order, drawn once, instead of the order of the data; privacy is the same.
+    `participations` caps how often anyone takes part, which these batches do not do: it prices a data pipeline that
+    keeps such a promise by itself (`Batches` refuses to make batches for it).
 
     >>> Cyclic(steps=781, separation=78).participation.count
     11
@@ -41,10 +43,11 @@ class Cyclic:
     steps: int
     separation: int
     shuffle: bool = False
+    participations: int = 0  # 0: as often as fits
 
     @property
     def participation(self) -> Participation:
-        return Participation(self.steps, self.separation)
+        return Participation(self.steps, self.separation, self.participations)
 
     @property
     def fraction(self) -> float:
@@ -213,6 +216,30 @@ Scheme = Cyclic | BallsInBins | Poisson | CyclicPoisson | BMinSep
 
 SCHEMES: dict[str, type[Scheme]] = {kind.name: kind for kind in (Cyclic, BallsInBins, Poisson, CyclicPoisson, BMinSep)}
 
+BEST = (
+    "balls_in_bins",
+    "poisson",
+    "cyclic_poisson",
+    "cyclic",
+)  # not b_min_sep, whose certificates are too loose as yet
+
+
+def scheme_names(text: str) -> tuple[str, ...]:
+    """The schemes in a list such as "cyclic,balls-in-bins"; "best" is all that a plan chooses from.
+
+    >>> scheme_names("cyclic, balls-in-bins")
+    ('cyclic', 'balls_in_bins')
+    """
+    names = tuple(part.strip().replace("-", "_").lower() for part in str(text).split(","))
+    if names == ("best",):
+        return BEST
+    for name in names:
+        if name not in SCHEMES:
+            raise QuellError(
+                f"there is no sampling scheme {name!r}: use {', '.join(SCHEMES)}, several of them, or best"
+            )
+    return tuple(dict.fromkeys(names))
+
 
 def scheme(name: str, **options: Any) -> Scheme:
     """The scheme called `name` (hyphens allowed), with its options checked.
@@ -227,7 +254,7 @@ def scheme(name: str, **options: Any) -> Scheme:
     if unknown := sorted(set(options) - set(takes)):
         fixed = ": its bins are drawn once and kept in every epoch" if kind is BallsInBins else ""
         raise QuellError(f"{kind.name} does not take {', '.join(unknown)}{fixed}; it takes {', '.join(takes)}")
-    required = [option for option in takes if option != "shuffle"]
+    required = [option for option in takes if option not in ("shuffle", "participations")]
     if missing := [option for option in required if option not in options]:
         raise QuellError(f"{kind.name} needs {' and '.join(missing)} as well")
     return kind(**options)
