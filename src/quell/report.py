@@ -129,8 +129,8 @@ def explanation(plan: Plan) -> str:
         verb = "lower" if change.ratio < 1 else "raise"
         per = "" if change.what.endswith("memory") else " per example seen"
         lines.append(
-            f"With {change.what} you would use {label(change.mechanism)} ({change.mechanism.sampling}), which would "
-            f"{verb} the error{per} by {abs(1 - change.ratio):.0%}."
+            f"With {change.what}, {label(change.mechanism)} ({change.mechanism.sampling}) would {verb} the error{per} "
+            f"by {abs(1 - change.ratio):.0%}."
         )
     ratio = chosen.rmse / plan.lower_bound
     where = (

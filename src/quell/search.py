@@ -25,7 +25,7 @@ from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
 from quell.progress import announce
 from quell.quick import least
-from quell.sampling import Cyclic, scheme_names
+from quell.sampling import Cyclic, Participation, scheme_names
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Limits, Parameter, Strategy, build
 from quell.strategy.fractional import best_lambda
@@ -35,6 +35,7 @@ Parameters = dict[str, Parameter]
 
 _LOOK_AHEAD = 16  # buffers that are looked at beyond a smaller limit: what would more memory buy?
 _POINTS = 20  # values on a continuous line
+_PRETENDED = "separation"  # not a parameter of any family: what a strategy is optimised for
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _UNAMPLIFIED = ("tree", "dense", "diagonal", "band")  # baselines, and one whose Gram matrix takes seconds
 _MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies are amplified
@@ -48,6 +49,7 @@ class Search:
     problem: Problem
     seen: dict[tuple[str, str, str], Mechanism | None] = field(default_factory=dict)  # None: cannot be had
     strategies: dict[tuple[str, str], Strategy | None] = field(default_factory=dict)
+    parameters: dict[tuple[str, str], Parameters] = field(default_factory=dict)
     latest: dict[tuple[str, str], float] = field(default_factory=dict)  # noise of the last one of a family and scheme
 
     @property
@@ -85,12 +87,12 @@ class Search:
     def refine(self, objective: str) -> None:
         """Try the best amplified one that fits with its columns normalised, which costs time and gains a percent."""
         ranked = sorted(self.seen.items(), key=lambda entry: entry[1].score(objective) if entry[1] else math.inf)
-        for (family, _, sampling), mechanism in ranked:
+        for (family, words, sampling), mechanism in ranked:
             if mechanism is None or not self.setup.allows(mechanism.buffers, mechanism.draws):
                 continue
             small = self.problem.workload.steps * self.problem.cycle.separation <= _MOST_GRAM
             if sampling != Cyclic.name and FAMILIES[family].normalisable and small:
-                parameters = {**mechanism.strategy.parameters, "column_normalise": True}
+                parameters = {**self.parameters[family, words], "column_normalise": True}
                 self.score(family, parameters, sampling=sampling, objective=objective)
             return
 
@@ -102,9 +104,13 @@ class Search:
     def _strategy(self, family: str, parameters: Parameters) -> Strategy | None:
         key = family, _words(parameters)
         if key not in self.strategies:
+            self.parameters[key] = parameters
+            own = {name: value for name, value in parameters.items() if name != _PRETENDED}
+            participation = self.problem.cycle.participation
+            if _PRETENDED in parameters:
+                participation = Participation(participation.steps, int(parameters[_PRETENDED]))
             try:
-                participation = self.problem.cycle.participation
-                self.strategies[key] = build(family, self.problem.workload, participation, None, **parameters)
+                self.strategies[key] = build(family, self.problem.workload, participation, None, **own)
             except QuellError as refusal:  # a search that did not converge: the others still can
                 announce(str(refusal))
                 self.strategies[key] = None
@@ -195,8 +201,25 @@ def _lines(problem: Problem, within: Limits, beyond: Limits) -> Iterator[tuple[s
     longest = math.log(1.0 / (1.0 - min(best_lambda(problem.workload, problem.cycle.participation), 1 - 1e-12)))
     memories = np.linspace(0.0, longest, _POINTS + 1)[1:]
     yield "lambda_cgd", [{"lambda": -math.expm1(-float(memory))} for memory in memories]
+    yield from _less_cancelling(problem, within)
     powers = np.linspace(0.0, 1.0, _POINTS + 1)[1:]
     yield "fractional", [{"bands": within.draws, "gamma": float(power)} for power in powers]
+
+
+def _less_cancelling(problem: Problem, limits: Limits) -> Iterator[tuple[str, list[Parameters]]]:
+    """Optimised families, searched as if examples came back sooner than they do.
+
+    What is optimal without amplification cancels too much for amplified RMSE, and for training. The optimum for a
+    shorter separation cancels less; it is as good a strategy as any, and priced for the true participations.
+    """
+    separation = problem.cycle.separation
+    shorter = [s for s in (separation >> shift for shift in range(7, 0, -1)) if s > 1]
+    bands = [int(each["bands"]) for each in FAMILIES["band_inv"].grid(limits)]
+    if bands and shorter:
+        yield "band_inv", [{"bands": max(bands), _PRETENDED: s, "column_normalise": False} for s in shorter]
+    buffers = int(min(limits.buffers, 2))
+    if buffers and shorter:
+        yield "blt", [{"buffers": buffers, _PRETENDED: s} for s in shorter]
 
 
 def _ticks(progress: Progress | None, total: int) -> Callable[[str], None]:
