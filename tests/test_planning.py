@@ -45,7 +45,7 @@ def test_memory_zero_and_one_draw_leave_independent_noise():
 
 
 def test_more_memory_never_hurts():
-    errors = [quell.plan(**SETUP, memory=memory).mechanism.training for memory in (0, 4, 19, None)]
+    errors = [quell.plan(**SETUP, memory=memory, objective="rmse").mechanism.rmse for memory in (0, 4, 19, None)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < errors[0]
 
@@ -267,14 +267,14 @@ def test_a_meaningless_delta_is_pointed_out():
 def test_a_mechanism_that_cannot_be_priced_does_not_stop_the_others(monkeypatch):
     from quell.mechanism import Problem
 
-    honest = Problem.priced
+    honest = Problem.estimated
 
-    def priced(self, strategy, *arguments):
+    def estimated(self, strategy, *arguments):
         if strategy.family == "blt":
-            raise QuellError("the search for blt did not converge")
+            raise QuellError("the error of blt overflows")
         return honest(self, strategy, *arguments)
 
-    monkeypatch.setattr(Problem, "priced", priced)
+    monkeypatch.setattr(Problem, "estimated", estimated)
     names = {mechanism.name for mechanism in quell.plan(**SETUP).mechanisms}
     assert "blt" not in names
     assert "lambda_cgd" in names

@@ -212,7 +212,7 @@ def test_the_key_is_never_shown():
 def test_every_scheme_can_be_built_by_name():
     options = {"steps": 12, "separation": 4, "rate": 0.2, "groups": 3}
     for name, kind in SCHEMES.items():
-        takes = {field.name for field in dataclasses.fields(kind)} - {"shuffle"}
+        takes = {field.name for field in dataclasses.fields(kind)} - {"shuffle", "participations"}
         chosen = scheme(name, **{option: options[option] for option in takes})
         assert type(chosen) is kind
         assert len(list(itertools.islice(batches(chosen, 10, KEY), 12))) == 12

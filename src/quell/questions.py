@@ -18,6 +18,7 @@ from quell.errors import QuellError, require_count, require_finite
 from quell.mechanism import Mechanism
 from quell.planning import Plan, make_plan, problem_of
 from quell.privacy.ledger import round_up
+from quell.sampling import Cyclic
 from quell.search import Progress, pareto, search
 from quell.setup import Setup
 
@@ -47,8 +48,9 @@ def changes(plan: Plan) -> Iterator[Change]:
         if setup.user_level or isinstance(setup.learning_rates, tuple) or options.get("batch_size", 0) > setup.examples:
             continue
         other = replace(setup, sampling=chosen.sampling, **options)  # type: ignore[arg-type]
+        families = None if chosen.sampling == Cyclic.name else (chosen.name,)  # amplified, the same kind has to do
         with threadpool_limits(1):
-            found = search(other, problem_of(other), families=(chosen.name,))
+            found = search(other, problem_of(other), families=families)
         if found:
             seen = other.epochs / setup.epochs
             yield Change(what, found[0], found[0].score(objective) / seen / chosen.score(objective))
@@ -107,19 +109,17 @@ class Choice:
 def choices_for_steps(steps: int, setup: Setup, progress: Progress | None = None) -> list[Choice]:
     """Epochs 1, 2, 4, … at about `steps` steps, each with its best mechanism; `setup` gives everything else."""
     steps = require_count("steps", steps)
-    found = []
-    rounds = [2**e for e in range(20) if 2**e <= steps and setup.examples * 2**e // steps >= 1]
+    found: list[Choice] = []
+    rounds = [2**e for e in range(20) if steps <= setup.examples * 2**e <= steps * setup.examples]
     for done, epochs in enumerate(rounds):
-        if setup.examples * epochs // steps > setup.examples:
+        option = replace(setup, epochs=epochs, batch_size=round(setup.examples * epochs / steps))
+        if abs(option.steps - steps) > 0.1 * steps:  # an epoch has a whole number of steps
             break
         if progress is not None:
             progress(done, len(rounds), f"{epochs} epochs")
-        batch_size = max(1, min(setup.examples, round(setup.examples * epochs / steps)))
-        option = replace(setup, epochs=epochs, batch_size=batch_size)
         with threadpool_limits(1):
             best = search(option, problem_of(option), families=_STURDY)
-        if best:
-            found.append(Choice(option, best[0]))
+        found += [Choice(option, each) for each in best[:1]]
         if len(found) > 1 and found[-1].noise_per_example > 0.95 * found[-2].noise_per_example:
             break
     if not found:

@@ -48,14 +48,14 @@ def mechanism_table(problem: Problem, mechanisms: Sequence[Mechanism], plan: Pla
     for mechanism in mechanisms:
         chosen = plan is not None and mechanism is plan.mechanism
         style = "bold green" if chosen else ("dim" if plan is not None and not fits(plan.setup, mechanism) else None)
-        noise = at_least(mechanism.noise_multiplier, 4)
+        noise = at_least(mechanism.noise_multiplier, 4 if mechanism.certified else 3)
         table.add_row(
             ("➤ " if chosen else "  ") + label(mechanism),
             mechanism.sampling,
             noise if mechanism.certified else f"~{noise}",
             f"{mechanism.rmse:.4g}",
             f"{mechanism.score(measure):.4g}",
-            f"{problem.dpsgd.rmse / mechanism.rmse:.3g}×",
+            f"{problem.dpsgd.rmse / mechanism.rmse:.2g}×",
             f"{mechanism.buffers:,}",
             f"{mechanism.draws:,}",
             style=style,
@@ -119,7 +119,8 @@ def explanation(plan: Plan) -> str:
             f"By RMSE alone the choice would be {label(other)} with {other.sampling} sampling (RMSE {other.rmse:.4g} "
             f"instead of {chosen.rmse:.4g}); it cancels more than training tends to like: --objective rmse."
         )
-    front = pareto(plan.alternatives, objective)
+    at_no_memory = [m for m in plan.alternatives if plan.setup.allows(0, m.draws)]
+    front = pareto(at_no_memory, objective)
     lines.append(
         "Error against memory: "
         + "; ".join(f"{_copies(each.buffers)}: {label(each)} {each.score(objective):.4g}" for each in front)
@@ -129,8 +130,8 @@ def explanation(plan: Plan) -> str:
         verb = "lower" if change.ratio < 1 else "raise"
         per = "" if change.what.endswith("memory") else " per example seen"
         lines.append(
-            f"With {change.what} you would use {label(change.mechanism)} ({change.mechanism.sampling}), which would "
-            f"{verb} the error{per} by {abs(1 - change.ratio):.0%}."
+            f"With {change.what}, {label(change.mechanism)} ({change.mechanism.sampling}) would {verb} the error{per} "
+            f"by {abs(1 - change.ratio):.0%}."
         )
     ratio = chosen.rmse / plan.lower_bound
     where = (

@@ -20,7 +20,7 @@ from quell.strategy.recurrence import Exponentials
 from quell.strategy.structure import ToeplitzStrategy
 from quell.workload import Workload
 
-_MOST_BUFFERS, _MOST_PLANNED = 10, 4  # beyond four a planner's seconds buy a percent
+_MOST_BUFFERS, _MOST_PLANNED = 10, 3  # beyond three a planner's seconds buy a percent
 
 
 def blt(

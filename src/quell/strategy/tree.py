@@ -7,7 +7,7 @@ from quell.strategy.family import Candidates, Family, Limits
 from quell.strategy.structure import TreeStrategy
 from quell.workload import Workload
 
-_MOST_PLANNED = 1024  # steps up to which a planner lists it: its error on most workloads needs dense algebra
+_MOST_PLANNED = 1024  # steps up to which a planner lists it: its error with momentum needs dense algebra
 
 
 def tree(workload: Workload, _: Participation) -> TreeStrategy:
