@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import common  # noqa: E402
 import convnet  # noqa: E402
+import page  # noqa: E402
 import training  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -78,3 +79,7 @@ def test_a_training_step_is_clipped_gradients_plus_the_planned_noise() -> None:
     assert float(noise.std()) == pytest.approx(plan["noise_multiplier"], rel=0.01)
     for p, old, grad in zip(run.params, before, run.grads, strict=True):
         torch.testing.assert_close(p, 0.9999 * old - 0.5 * 0.1 * grad / 8.0, rtol=1e-4, atol=1e-6)
+
+
+def test_the_results_page_is_made_from_the_result_files() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.render()
