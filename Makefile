@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test test-all lint demo bench format clean
+.PHONY: test test-all lint demo bench format clean screenshot
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -31,15 +31,18 @@ format: $(STAMP)
 
 demo: $(STAMP)  ## plan a run, draw it, verify the plan
 	mkdir -p demo
-	$(BIN)/quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5 --save demo/plan.json --plot demo/plan.png
+	$(BIN)/quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5 --save demo/plan.json --plot demo/plan.png --html demo/plan.html
 	$(BIN)/quell verify demo/plan.json
 	$(BIN)/quell compare bisr --bands 2,4,8,16,32,64,128,256,390 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5 --plot demo/bisr.png
-	@echo "Look at demo/plan.png and demo/bisr.png"
+	@echo "Look at demo/plan.html, demo/plan.png and demo/bisr.png"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/strategies.py --quick
 	$(BIN)/python benchmarks/noise_cpu.py
+
+screenshot: $(STAMP)  ## the picture in docs/report.md; needs Chromium
+	$(BIN)/python -m tests.page.screenshot docs/report.png
 
 clean:
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -34,7 +34,7 @@ _HOMES = {
 }
 
 
-_ROOMS = ("bounds", "error", "privacy", "research", "sampling", "sensitivity", "strategy", "torch", "workload")
+_ROOMS = ("bounds", "error", "page", "privacy", "research", "sampling", "sensitivity", "strategy", "torch", "workload")
 
 
 def __getattr__(name: str) -> Any:

@@ -20,9 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from quell import __version__, planning, report, verification, workload
+from quell import __version__, page, planning, report, verification, workload
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
+from quell.page import plots
 from quell.progress import listening
 from quell.sampling import SCHEMES, Cyclic
 from quell.setup import Setup, refuse_decay_rate, scheme_name
@@ -34,7 +35,8 @@ Train models with differential privacy under [bold]correlated noise[/bold].
 Noise added at one step is partly cancelled at later steps, so that far less of it reaches the model for the same
 (epsilon, delta). [bold]quell plan[/bold] compares the mechanisms for a training run and recommends one,
 [bold]quell price[/bold] looks at a single mechanism, [bold]quell compare[/bold] sweeps one parameter,
-[bold]quell verify[/bold] re-checks a saved plan from first principles.
+[bold]quell verify[/bold] re-checks a saved plan from first principles, [bold]quell serve[/bold] shows plans live in a
+browser.
 
 [bold]Examples[/bold]
 
@@ -67,6 +69,8 @@ Separation = Annotated[
 Momentum = Annotated[float, typer.Option(help="Momentum beta of the optimizer.")]
 WeightDecay = Annotated[float, typer.Option(help="Factor alpha that multiplies the weights each step; 1 for no decay.")]
 Schedule = Annotated[str | None, typer.Option(help="Learning-rate schedule: cosine or linear. Default: constant.")]
+Memory = Annotated[str, typer.Option(help="Model-sized noise buffers you can afford, or 'unlimited'.")]
+Draws = Annotated[int, typer.Option(help="Noise vectors that may be generated per step.")]
 Sampling = Annotated[str, typer.Option(help=f"How batches are formed: {', '.join(SCHEMES)}, or best.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw a plot: a .png, .svg or .pdf file.")]
@@ -89,11 +93,12 @@ def plan(
     momentum: Momentum = 0.0,
     weight_decay: WeightDecay = 1.0,
     schedule: Schedule = None,
-    memory: Annotated[str, typer.Option(help="Model-sized noise buffers you can afford, or 'unlimited'.")] = "4",
-    draws: Annotated[int, typer.Option(help="Noise vectors that may be generated per step.")] = 16,
+    memory: Memory = "4",
+    draws: Draws = 16,
     sampling: Sampling = "cyclic",
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file, for quell verify.")] = None,
     plot: Plot = None,
+    html: Annotated[Path | None, typer.Option(help="Write the plan as one interactive web page.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare mechanisms for a training run and recommend one."""
@@ -112,17 +117,53 @@ def plan(
     )
     with _progress() as advance:
         chosen = planning.make_plan(setup, advance)
-    if save is not None:
-        chosen.save(save)
-    if plot is not None:
-        report.plot_comparison(chosen.problem, chosen.mechanisms, plot)
+        if save is not None:
+            chosen.save(save)
+        if plot is not None:
+            plots.draw(chosen, plot)
+        if html is not None:
+            page.write(chosen, html)
     if as_json:
         _print_json(chosen.as_dict())
         return
     report.print_plan(chosen, console)
-    for path in (save, plot):
+    for path in (save, plot, html):
         if path is not None:
             console.print(f"Written: {path}", highlight=False, markup=False)
+
+
+@app.command()
+def serve(
+    port: Annotated[int, typer.Option(help="Port on this machine; 0 takes any free one.")] = 8765,
+    examples: Annotated[int, typer.Option(help="Size of the training set, to begin with.")] = 50_000,
+    batch_size: Annotated[int, typer.Option(help="Examples per step, to begin with.")] = 128,
+    epochs: Epochs = 10,
+    epsilon: Epsilon = 8.0,
+    delta: Delta = 1e-5,
+    momentum: Momentum = 0.0,
+    weight_decay: WeightDecay = 1.0,
+    schedule: Schedule = None,
+    memory: Memory = "4",
+    draws: Draws = 16,
+    sampling: Sampling = "cyclic",
+) -> None:
+    """Show plans live in a browser, with sliders, on this machine only."""
+    from quell.page import server
+
+    setup = Setup(
+        examples=examples,
+        batch_size=batch_size,
+        epochs=epochs,
+        epsilon=epsilon,
+        delta=delta,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        learning_rates=schedule,
+        memory=_memory(memory),
+        draws=draws,
+        sampling=sampling,
+    )
+    server.serve(setup, port, lambda text: console.print(text, highlight=False))
 
 
 @app.command()

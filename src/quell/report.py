@@ -122,23 +122,9 @@ def check_table(checks: Sequence[Check]) -> Table:
     return table
 
 
-def plot_comparison(problem: Problem, mechanisms: Sequence[Mechanism], path: str | Path) -> None:
-    """RMSE of each mechanism as bars, with DP-SGD and the lower bound as lines."""
-    figure = _figure(9, 0.4 * len(mechanisms) + 1.6)
-    axes = figure.subplots()
-    axes.barh([label(m) for m in mechanisms], [m.rmse for m in mechanisms], color="#4477aa")
-    axes.axvline(problem.dpsgd.rmse, color="#cc3311", label="DP-SGD")
-    axes.axvline(problem.lower_bound, color="#228833", linestyle="--", label="lower bound, no amplification")
-    axes.set_xlabel(f"RMSE at ({problem.epsilon:g}, {problem.delta:g})-DP, {problem.workload.steps:,} steps")
-    axes.set_xscale("log")
-    axes.invert_yaxis()
-    axes.legend()
-    _save(figure, path)
-
-
 def plot_sweep(problem: Problem, swept: str, mechanisms: Sequence[Mechanism], path: str | Path) -> None:
     """RMSE and MaxSE of one family against the swept parameter."""
-    figure = _figure(7, 4.5)
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
     values = [float(m.strategy.parameters[swept]) for m in mechanisms]
     axes.plot(values, [m.rmse for m in mechanisms], marker="o", label="RMSE")
@@ -153,10 +139,11 @@ def plot_sweep(problem: Problem, swept: str, mechanisms: Sequence[Mechanism], pa
         f"{mechanisms[0].name} at ({problem.epsilon:g}, {problem.delta:g})-DP, {problem.workload.steps:,} steps"
     )
     axes.legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty matplotlib figure, without a window."""
     try:
         from matplotlib.figure import Figure
     except ImportError as missing:
@@ -164,7 +151,8 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write the figure in the format that the path's extension names."""
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as problem:

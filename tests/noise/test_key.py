@@ -48,12 +48,16 @@ def test_a_key_never_shows() -> None:
     }
     stream = _stream(key)
     stream.add_(np.zeros(4, np.float32))
+    engine = stream._engine
     shown = [repr(key), str(key), f"{key}", repr(stream), repr(stream.state_dict()), key.id]
     for call in (
         lambda: pickle.dumps(key),
         lambda: copy.deepcopy(key),
         lambda: pickle.dumps(stream),
         lambda: copy.copy(stream),
+        lambda: pickle.dumps(engine),
+        lambda: copy.deepcopy(engine),
+        lambda: pickle.dumps(engine.add),  # type: ignore[union-attr]
     ):
         with pytest.raises(QuellError) as caught:
             call()
@@ -73,12 +77,30 @@ def test_errors_do_not_quote_a_key_of_the_wrong_kind() -> None:
     assert "thirty" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "secret",
+    [bytes(32), b"\xff" * 32, b"\x01\x02\x03\x04" * 8, bytes(31) + b"\x01"],
+    ids=["zeros", "ones", "repeated", "nearly zeros"],
+)
+def test_keys_that_can_be_guessed_are_refused(secret: bytes, tmp_path: Path) -> None:
+    with pytest.raises(QuellError, match="can be guessed") as caught:
+        Key(secret)
+    assert repr(secret) not in str(caught.value)
+    path = tmp_path / "run.key"
+    path.write_text(f"quell-key-1 secret {secret.hex()}\n")
+    path.chmod(0o600)
+    with pytest.raises(QuellError, match="can be guessed"):
+        Key.load(path)
+
+
 def test_a_key_file_is_private_and_comes_back(tmp_path: Path) -> None:
     key, path = Key.generate(), tmp_path / "run.key"
     key.save(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert Key.load(path) == key
     assert not Key.load(path).seeded
+    assert Key.load(path).loaded
+    assert not key.loaded
     with pytest.raises(QuellError, match="never overwritten"):
         key.save(path)
 

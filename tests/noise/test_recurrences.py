@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from quell import QuellError
-from quell.noise import Key, NoiseStream, Shard, generators
+from quell.noise import Key, NoiseSpec, NoiseStream, Shard, generators
 from quell.noise.audit import collect
+from quell.noise.costs import worth_buffering
 from quell.noise.layout import whole
 from quell.strategy.recurrence import Regenerate
 
@@ -35,13 +36,15 @@ def test_rows_equal_the_dense_product(case: str, generator: str, seeded: Seeded)
 
 
 @pytest.mark.parametrize("ways", [2, 3, 7])
-@pytest.mark.parametrize("case", ["lambda_cgd", "bsr", "blt", "tree"])
+@pytest.mark.parametrize("case", ["lambda_cgd", "bisr", "bsr", "blt", "tree"])
 def test_any_split_gives_the_same_bits(case: str, ways: int, seeded: Seeded) -> None:
+    """Each rank may choose for itself whether to keep old draws; that changes nothing either."""
     size = 5000
     [together] = collect(NoiseStream(spec(case), [size], key=seeded(2)))
     cuts = [0, *sorted(np.random.default_rng(ways).integers(1, size, ways - 1).tolist()), size]
     for start, stop in pairwise(cuts):
-        rank = NoiseStream(spec(case), shards=[Shard(0, start, stop - start)], key=seeded(2), threads=1)
+        shards, memory = [Shard(0, start, stop - start)], start % 2 * 4
+        rank = NoiseStream(spec(case), shards=shards, key=seeded(2), threads=1, memory=memory)
         np.testing.assert_array_equal(collect(rank)[0], together[:, start:stop])
 
 
@@ -99,6 +102,38 @@ def test_a_run_may_change_between_buffered_and_regenerated(seeded: Seeded) -> No
             np.testing.assert_array_equal(made, expected[7:])
 
 
+@pytest.mark.parametrize("steps", [2, 4, STEPS])
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_what_is_kept_where_memory_allows_changes_no_bit(generator: str, steps: int, seeded: Seeded) -> None:
+    """BISR with p bands keeps p−1 buffers at the most, however much memory there is and however long it runs."""
+    noise = NoiseSpec(strategy("bisr").recurrence, steps, 1.0)
+    bands = min(5, steps)
+    remade = NoiseStream(noise, SIZES, key=seeded(5), generator=generator)
+    chosen = NoiseStream(noise, SIZES, key=seeded(5), generator=generator, memory=float("inf"))
+    short = NoiseStream(noise, SIZES, key=seeded(5), generator=generator, memory=bands - 1.01)
+    assert (remade.buffers, chosen.buffers, short.buffers) == (0, 0, 0)
+    rows = [collect(stream) for stream in (remade, chosen, short)]
+    for a, b, c in zip(*rows, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+    worth = worth_buffering(bands, "cpu", generator, memory=100)
+    assert worth or bands == 2
+    assert (remade.buffers, chosen.buffers, short.buffers) == (0, worth * (bands - 1), 0)
+
+
+def test_kept_draws_come_back_after_a_restart(seeded: Seeded) -> None:
+    straight = collect(NoiseStream(spec("bisr"), SIZES, key=seeded(6)))
+    first = NoiseStream(spec("bisr"), SIZES, key=seeded(6), memory=4)
+    for _ in range(7):
+        first.add_([np.zeros(size, np.float32) for size in SIZES])
+    assert first.buffers == 4
+    second = NoiseStream(spec("bisr"), SIZES, key=seeded(6), memory=4)
+    second.load_state_dict(first.state_dict())
+    for made, expected in zip(collect(second), straight, strict=True):
+        np.testing.assert_array_equal(made, expected[7:])
+    assert second.buffers == 4
+
+
 def test_only_regeneration_has_a_buffered_mode(seeded: Seeded) -> None:
     with pytest.raises(QuellError, match="always buffers"):
         NoiseStream(spec("bsr"), SIZES, key=seeded(1), buffered=True)
@@ -139,6 +174,16 @@ def test_resharding_refuses_what_it_cannot_piece_together(seeded: Seeded) -> Non
     ranks[0].add_(np.zeros(10, np.float32))
     with pytest.raises(QuellError, match="different steps"):
         ranks[0].reshard([Shard(0, 5, 10)], [rank.state_dict() for rank in ranks])
+    ranks[1].add_(np.zeros(10, np.float32))
+    first, second = (rank.state_dict() for rank in ranks)
+    with pytest.raises(QuellError, match="both hold element 0 of tensor 0: pass the state of each rank once"):
+        ranks[0].reshard([Shard(0, 0, 20)], [first, first])  # as many elements as are needed, half of them missing
+    with pytest.raises(QuellError, match="it is damaged"):
+        ranks[0].reshard([Shard(0, 0, 20)], [first, {**second, "buffers": [second["buffers"][0][:1]]}])
+    with pytest.raises(QuellError, match="lacks the 3 buffers"):
+        ranks[0].reshard([Shard(0, 0, 20)], [first, {**second, "buffers": None}])
+    ranks[0].reshard([Shard(0, 0, 20)], [first, second])
+    assert ranks[0].step == 2
     with pytest.raises(QuellError, match="two shards both hold element 3"):
         ranks[0].reshard([Shard(0, 0, 5), Shard(0, 3, 5)])
     with pytest.raises(QuellError, match="at least one state"):

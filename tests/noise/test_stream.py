@@ -11,7 +11,7 @@ import pytest
 
 import quell
 from quell import QuellError
-from quell.noise import Key, Ledger, NoiseSpec, NoiseStream, Shard
+from quell.noise import Key, Ledger, NoiseSpec, NoiseStream, Shard, UnrecordedKeyWarning, claims
 from quell.noise.layout import MOST_ELEMENTS
 from quell.strategy.recurrence import Exponentials, Fenwick, Regenerate, Ring
 
@@ -227,6 +227,28 @@ def test_torch_tensors_that_cannot_take_noise_are_refused(seeded: Seeded) -> Non
         both.add_([torch.zeros(4), _zeros(4)])
 
 
+def test_memory_that_two_gradients_share_is_refused(seeded: Seeded) -> None:
+    torch = pytest.importorskip("torch")
+    for whole in (np.zeros((6, 4), np.float32), torch.zeros(6, 4)):
+        shared = [
+            ([whole, whole], "tensors 0 and 1 share memory"),
+            ([whole[:4], whole[3:]], "tensors 0 and 1 share memory"),
+            ([whole[:, ::2], whole[:, 2]], "tensors 0 and 1 share memory"),
+            ([whole.T, whole[1]], "tensors 0 and 1 share memory"),
+        ]
+        for tensors, message in shared:
+            stream = NoiseStream(_short(), tensors, key=seeded(1))
+            with pytest.raises(QuellError, match=message):
+                stream.add_(tensors)
+            assert stream.step == 0
+        apart = [whole[:2], whole[2:4], whole[4:, ::2], whole[4:, 1::2]]
+        NoiseStream(_short(), apart, key=seeded(1)).add_(apart)
+        assert bool((whole != 0).all())
+    repeated = torch.zeros(4, 1).expand(4, 3)
+    with pytest.raises(QuellError, match="tensor 0 repeats elements in memory"):
+        NoiseStream(_short(), [12], key=seeded(1)).add_(repeated)
+
+
 def test_bad_arguments_are_refused(seeded: Seeded) -> None:
     key = seeded(1)
     with pytest.raises(QuellError, match="generator='mt19937' is not known"):
@@ -243,6 +265,11 @@ def test_bad_arguments_are_refused(seeded: Seeded) -> None:
         _short(scale=0.0)
     with pytest.raises(QuellError, match="made for 7 steps"):
         NoiseSpec(Fenwick(7), 8, 1.0)
+    with pytest.raises(QuellError, match="buffered='yes' must be True, False or 'auto'"):
+        _stream(key, buffered="yes")
+    for memory in (-1, float("nan"), "4"):
+        with pytest.raises(QuellError, match="number of model copies"):
+            _stream(key, memory=memory)
     with pytest.raises(QuellError, match="float32 noise cannot carry"):
         NoiseSpec(Regenerate(np.array([1.0, 1e300])), 8, 1.0).recipe()
     with pytest.raises(QuellError, match="not from str"):
@@ -250,6 +277,53 @@ def test_bad_arguments_are_refused(seeded: Seeded) -> None:
     for bad in ((-1, 0, 1), (0, 0.5, 1), (2**32, 0, 1), (0, MOST_ELEMENTS, 1)):
         with pytest.raises(QuellError):
             Shard(*bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [1e-46, 1e-39, 9e-31, 2e30, 1e39])
+def test_a_scale_that_float32_would_spoil_is_refused(scale: float, seeded: Seeded) -> None:
+    """1e-46 rounds to no noise at all, 1e-39 to noise of a few bits, 1e39 to infinity."""
+    with pytest.raises(QuellError, match=r"scale"):
+        _stream(seeded(1), _short(scale=scale))
+    with pytest.raises(QuellError, match=r"scale"):
+        _stream(seeded(1), NoiseSpec(Regenerate(np.ones(1), np.array([1.0, scale, 1.0])), 3, 1.0))
+
+
+@pytest.mark.parametrize("row_scale", [[1.0, 0.0, 1.0], [1.0, -1.0, 1.0], [1.0, np.nan, 1.0], [1.0, np.inf, 1.0]])
+def test_a_row_without_noise_is_refused(row_scale: list[float]) -> None:
+    scales = np.array(row_scale)
+    for recurrence in (
+        Regenerate(np.ones(1), scales),
+        Ring(np.ones(2), scales),
+        Ring(np.ones((3, 2)), scales),
+        Exponentials(np.array([0.5]), np.array([0.5]), scales),
+    ):
+        with pytest.raises(QuellError, match="row_scale must hold one positive, finite number per step"):
+            NoiseSpec(recurrence, 3, 1.0)
+
+
+def test_tables_that_do_not_fit_are_refused() -> None:
+    for recurrence in (
+        Regenerate(np.ones(1), np.ones(4)),
+        Ring(np.ones(2), np.ones(4)),
+        Ring(np.ones((3, 2)), np.ones(4)),
+        Ring(np.ones((4, 2)), np.ones(3)),
+        Exponentials(np.array([0.5]), np.array([0.5]), np.ones(4)),
+    ):
+        with pytest.raises(QuellError, match="made for 4 steps"):
+            NoiseSpec(recurrence, 3, 1.0)
+    for noising in (np.zeros(0), np.zeros(2), np.array([0.0, 1.0]), np.array([1.0, np.nan]), np.ones((3, 2))):
+        with pytest.raises(QuellError, match="noising must be one row"):
+            NoiseSpec(Regenerate(noising), 3, 1.0)
+    for bands in (
+        np.zeros(0),
+        np.array([0.0, 1.0]),
+        np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
+        np.full(2, np.inf),
+    ):
+        with pytest.raises(QuellError, match="no 0 on the diagonal"):
+            NoiseSpec(Ring(bands), 3, 1.0)
+    with pytest.raises(QuellError, match="as many"):
+        NoiseSpec(Exponentials(np.ones(2), np.ones(1)), 3, 1.0)
 
 
 def test_a_plan_makes_its_noise(seeded: Seeded) -> None:
@@ -316,3 +390,54 @@ def test_the_stream_keeps_its_ledger(tmp_path: Path) -> None:
         assert behind.step == 7
     with Ledger(path) as ledger:
         assert ledger.released(key.id) == 7
+
+
+def test_a_lost_ledger_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    key, path = Key.generate(), tmp_path / "noise.ledger"
+    stream = _stream(key, _short(50), ledger=path)
+    for _ in range(5):
+        stream.add_(_zeros())
+    saved = stream.state_dict()
+    for _ in range(3):
+        stream.add_(_zeros())
+    assert stream.ledger is not None
+    stream.ledger.close()
+    claims._claims.clear()  # as in a new process
+    path.unlink()
+    with Ledger(path) as empty:
+        resumed = _stream(key, _short(50), ledger=empty)
+        for load in (lambda: resumed.load_state_dict(saved), lambda: resumed.reshard([Shard(0, 0, 4)], [saved])):
+            with pytest.raises(QuellError, match="has 0 steps of this key, but the state stands at step 5"):
+                load()
+        assert resumed.step == 0
+        resumed.load_state_dict(saved, replay=True)
+    with Ledger(path) as ledger:  # as the message says, for a run that never had one
+        ledger.record(key.id, 5)
+    _stream(key, _short(50), ledger=path).load_state_dict(saved)
+
+
+def test_a_loaded_key_wants_a_ledger(tmp_path: Path, seeded: Seeded) -> None:
+    key = Key.generate()
+    key.save(tmp_path / "run.key")
+    with pytest.warns(UnrecordedKeyWarning, match="no ledger says which steps it has released"):
+        _stream(Key.load(tmp_path / "run.key"))
+    _stream(Key.load(tmp_path / "run.key"), ledger=tmp_path / "ledger")
+    _stream(Key(key.reveal()))  # a rank among others; the one that loaded the key keeps the ledger
+    seeded(1).save(tmp_path / "demo.key")
+    _stream(Key.load(tmp_path / "demo.key"))
+
+
+def test_a_damaged_state_is_refused(seeded: Seeded) -> None:
+    stream = _stream(seeded(1), spec("bsr"))
+    stream.add_(_zeros())
+    saved = stream.state_dict()
+    for damage, message in [
+        ({"step": 0.5}, "must be a whole number"),
+        ({"step": -1}, "must be a whole number"),
+        ({"buffers": [saved["buffers"][0][:1]]}, "damaged"),
+        ({"buffers": []}, "damaged"),
+    ]:
+        with pytest.raises(QuellError, match=message):
+            _stream(seeded(1), spec("bsr")).load_state_dict({**saved, **damage})
+    with pytest.raises(QuellError, match="not the state of a noise stream"):
+        _stream(seeded(1), spec("bsr")).load_state_dict({k: v for k, v in saved.items() if k != "buffers"})

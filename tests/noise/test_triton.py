@@ -5,7 +5,9 @@ Where there is a GPU the same tests run on it (the interpreter is off then, see 
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +15,14 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
 
-from quell.noise import Key, Shard, generators, normal, triton_kernels  # noqa: E402
+from quell import QuellError  # noqa: E402
+from quell.noise import Key, Shard, generators, normal, triton_kernels, triton_random  # noqa: E402
 from quell.noise.cpu import CpuEngine  # noqa: E402
 from quell.noise.gpu import GpuEngine  # noqa: E402
 from quell.noise.layout import LANES  # noqa: E402
@@ -40,6 +44,39 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _gradients(dtype: Any = torch.float32) -> list[Any]:
     return [torch.full((shard.length,), 0.5, dtype=dtype, device=DEVICE) for shard in SHARDS]
+
+
+@triton.jit
+def _store_words(key, counters, out, CHACHA: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, SIZE)
+    block, high = tl.load(counters + lane), tl.load(counters + SIZE)
+    step, tensor = tl.load(counters + SIZE + 1), tl.load(counters + SIZE + 2)
+    if CHACHA:
+        words = triton_random.chacha20(key, block, high, step, tensor)
+        for i in tl.static_range(16):
+            tl.store(out + i * SIZE + lane, words[i])
+    else:
+        words = triton_random.philox(key, block, high, step, tensor)
+        for i in tl.static_range(4):
+            tl.store(out + i * SIZE + lane, words[i])
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_words_equal_the_reference_bit_for_bit(generator: str) -> None:
+    """Words are integers, so the compiled generator has no excuse: random counters and keys, the largest included."""
+    random, lanes = np.random.default_rng(40), 32
+    reference = generators.chacha20_block if generator == "chacha20" else generators.philox4x32
+    for trial in range(8):
+        key = random.integers(0, 2**32, 8 if generator == "chacha20" else 2, dtype=np.uint32)
+        counters = random.integers(0, 2**32, lanes + 3, dtype=np.uint32)
+        if trial == 0:
+            key[:], counters[:] = 2**32 - 1, 2**32 - 1
+        rest = [np.full(lanes, value) for value in counters[lanes:]]
+        expected = reference(key, (counters[:lanes], *rest))  # type: ignore[arg-type]
+        made = torch.zeros(expected.shape, dtype=torch.uint32, device=DEVICE)
+        arguments = (torch.from_numpy(values).to(DEVICE) for values in (key, counters))
+        _store_words[(1,)](*arguments, made, CHACHA=generator == "chacha20", SIZE=lanes)
+        np.testing.assert_array_equal(made.cpu().numpy(), expected)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
@@ -108,6 +145,16 @@ def test_dtypes_mix_in_one_step(dtype: Any, seeded: Seeded) -> None:
         torch.testing.assert_close(one, other.cpu(), rtol=eps, atol=1e-6)
 
 
+def test_launches_count_dtypes_and_not_tensors(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = tuple(Shard(number, 0, 3) for number in range(50))
+    engine = GpuEngine(spec("lambda_cgd").recipe(), "philox", seeded(45), shards, DEVICE)
+    launched: list[int] = []
+    monkeypatch.setattr(engine, "_start", lambda kernel, launch, *_, **__: launched.append(len(launch.members)))
+    dtypes = [torch.float32, torch.bfloat16]
+    engine.add([torch.zeros(3, dtype=dtypes[number % 2], device=DEVICE) for number in range(50)])
+    assert launched == [25, 25]
+
+
 def test_strided_empty_and_scalar_tensors(seeded: Seeded) -> None:
     shards, key = (Shard(0, 0, 40), Shard(1, 0, 0), Shard(2, 0, 1)), seeded(45)
     recipe = spec("lambda_cgd").recipe()
@@ -160,3 +207,31 @@ def test_graphs_replay_the_next_step(seeded: Seeded) -> None:
         cpu.add([a])
     assert gpu.step == cpu.step == 6
     torch.testing.assert_close(a, b.cpu(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA streams need a GPU")
+def test_steps_on_different_streams_follow_each_other(seeded: Seeded) -> None:
+    """The first step waits behind a long kernel on its own stream; the second, on another, must not overtake it."""
+    recipe, shards, key = spec("bsr").recipe(), (Shard(0, 0, 5000),), seeded(48)
+    cpu, gpu = CpuEngine(recipe, "philox", key, shards, 1), GpuEngine(recipe, "philox", key, shards, DEVICE)
+    made = [torch.zeros(5000, device=DEVICE) for _ in range(4)]
+    gpu.prepare([made[0]])
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for number, gradient in enumerate(made):
+        with torch.cuda.stream(side if number % 2 == 0 else torch.cuda.current_stream()):
+            if number % 2 == 0:
+                torch.cuda._sleep(100_000_000)
+            gpu.add([gradient])
+    torch.cuda.synchronize()
+    for gradient in made:
+        expected = torch.zeros(5000)
+        cpu.add([expected])
+        torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_an_engine_never_carries_its_key_away(seeded: Seeded) -> None:
+    engine = GpuEngine(spec("independent").recipe(), "philox", seeded(49), SHARDS, DEVICE)
+    for twin in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(QuellError, match="never pickled or copied"):
+            twin(engine)

@@ -16,7 +16,17 @@ from quell.privacy.bins import Bins, bins_of
 from quell.privacy.tilting import Mean, Tilt, candidates, log_kappa, sampling_free
 from quell.sampling import BallsInBins, BMinSep
 
-PROPOSALS = (Tilt(1.0), Tilt(2.3), Tilt(1.0, 1), Tilt(1.0, 4), Tilt(2.0, 2), Mean(2.0), Mean(-3.0))
+PROPOSALS = (
+    Tilt(1.0),
+    Tilt(2.3),
+    Tilt(1.0, 1),
+    Tilt(1.0, 4),
+    Tilt(2.0, 2),
+    Tilt(1.5, 0, 1.5),
+    Tilt(1.0, 0, -1.0),
+    Mean(2.0),
+    Mean(-3.0),
+)
 
 
 def bin_pair(sigma=2.0, n=24, b=6, name="lambda_cgd", **parameters):
@@ -53,7 +63,7 @@ def test_every_proposal_has_the_density_it_claims(proposal, power):
 
 
 @pytest.mark.parametrize("power", [0, 1])
-@pytest.mark.parametrize("proposal", [Tilt(1.0), Tilt(1.8), Mean(2.0), Mean(-3.0)], ids=str)
+@pytest.mark.parametrize("proposal", [Tilt(1.0), Tilt(1.8), Tilt(1.4, 0, 1.5), Mean(2.0), Mean(-3.0)], ids=str)
 def test_the_same_for_the_chain_of_b_min_sep(proposal, power):
     mean, error = mean_weight(chain_pair()[0], (proposal, Mean(0.0), Tilt(1.0)), power)
     assert abs(mean - 1) < 4.5 * error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from quell.planning import Plan, problem_of
@@ -16,10 +18,11 @@ MECHANISMS = {
 }
 
 
-def small_plan(recommended: str = "bisr", **changes) -> Plan:
+@cache
+def small_plan(recommended: str = "bisr", alone: bool = False, **changes) -> Plan:
     options = {"examples": 40, "batch_size": 8, "epochs": 2, "epsilon": 8.0, "delta": 1e-5}
     setup = Setup(**{**options, **changes})
-    names = [recommended] if setup.sampling != "cyclic" else list(MECHANISMS)
+    names = [recommended] if alone or setup.sampling != "cyclic" else list(MECHANISMS)
     problem = problem_of(setup)
     return Plan(setup, tuple(problem.price(n, **MECHANISMS[n]) for n in names), names.index(recommended))
 

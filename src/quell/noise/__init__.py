@@ -4,6 +4,6 @@ from quell.noise.key import Key, SeededKeyWarning
 from quell.noise.layout import Shard
 from quell.noise.ledger import Ledger
 from quell.noise.spec import NoiseSpec
-from quell.noise.stream import NoiseStream
+from quell.noise.stream import NoiseStream, UnrecordedKeyWarning
 
-__all__ = ["Key", "Ledger", "NoiseSpec", "NoiseStream", "SeededKeyWarning", "Shard"]
+__all__ = ["Key", "Ledger", "NoiseSpec", "NoiseStream", "SeededKeyWarning", "Shard", "UnrecordedKeyWarning"]

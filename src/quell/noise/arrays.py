@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quell.errors import QuellError
 from quell.noise.layout import Shard
+from quell.noise.memory import memory_span, require_apart
 
 
 def is_torch(tensor: Any) -> bool:
@@ -37,7 +38,7 @@ def check(tensors: list[Any], shards: tuple[Shard, ...]) -> None:
     if len(tensors) != len(shards):
         raise QuellError(f"{len(tensors)} tensors were given, but the stream was made for {len(shards)}")
     torch = sys.modules.get("torch")
-    devices = set()
+    devices, spans = set(), []
     for number, (tensor, shard) in enumerate(zip(tensors, shards, strict=True)):
         if torch is not None and isinstance(tensor, torch.Tensor):
             fault, size = _torch_fault(torch, tensor), tensor.numel()
@@ -52,8 +53,11 @@ def check(tensors: list[Any], shards: tuple[Shard, ...]) -> None:
             fault = f"has {size:,} elements, but the stream was made for {shard.length:,}"
         if fault is not None:
             raise QuellError(f"tensor {number} {fault}")
+        if size:
+            spans.append(memory_span(tensor, number))
     if len(devices) > 1:
         raise QuellError("the tensors lie on different devices: make one stream per device, with shards that say which")
+    require_apart(tensors, spans)
 
 
 def _torch_fault(torch: Any, tensor: Any) -> str | None:

@@ -19,6 +19,7 @@ from quell.noise import cpu_kernels as kernels
 from quell.noise.arrays import is_torch, to_torch
 from quell.noise.key import Key
 from quell.noise.layout import UNIT, Shard
+from quell.noise.secrecy import never_copied
 from quell.noise.spec import Recipe
 
 RUN = 2**17  # elements per task; fewer than this in all are not worth a second thread
@@ -39,6 +40,8 @@ class CpuEngine:
         self._parts = [slice(start, stop) for start, stop in pairwise(ends)]  # of the buffers, by shard
         self._buffers: Floats = np.zeros((recipe.buffers, ends[-1]), np.float32)
         self._threads = threads or _processors()
+
+    __reduce_ex__ = never_copied("an engine holds key material and is never pickled or copied")
 
     def prepare(self, tensors: list[Any]) -> None:
         """Nothing to prepare; a GPU has."""

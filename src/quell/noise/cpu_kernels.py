@@ -272,82 +272,76 @@ def _accumulate(row, tap, values):
         row[i] = fma(tap, values[i], row[i])
 
 
+@njit(cache=True)
+def _scratch():
+    """Room for one group: words and normals by unit, and a row."""
+    units = GROUP // UNIT
+    shape = (units, 16, LANES)
+    return np.empty(shape, np.uint32), np.empty(shape, np.float32), np.empty(GROUP, np.float32)
+
+
+@njit(cache=True)
+def _drawn(unit, last, offset, length, chacha, key, step, tensor, words, z):
+    """The new normals of the group at `unit`, and where [a, b) in the shard they belong."""
+    here = min(len(z), last - unit)
+    draw(chacha, key, step, tensor, unit, words, z[:here])
+    a, b, shift = _clip(unit, here, offset, length)
+    return z.reshape(GROUP)[shift : shift + b - a], a, b
+
+
 @njit(nogil=True, cache=True)
 def regenerate(gradient, offset, first, last, chacha, key, tensor, step, taps, scale):
-    units = GROUP // UNIT
-    words = np.empty((units, 16, LANES), np.uint32)
-    z = np.empty((units, 16, LANES), np.float32)
-    row = np.empty(GROUP, np.float32)
-    flat = z.reshape(GROUP)
-    for unit in range(first, last, units):
-        here = min(units, last - unit)
-        draw(chacha, key, step, tensor, unit, words, z[:here])
-        for i in range(GROUP):
-            row[i] = f32(taps[0] * flat[i])
+    words, z, scratch = _scratch()
+    for unit in range(first, last, len(z)):
+        new, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
+        row = scratch[: b - a]
+        for i in range(b - a):
+            row[i] = f32(taps[0] * new[i])
         for j in range(1, min(len(taps), step + 1)):
-            draw(chacha, key, step - j, tensor, unit, words, z[:here])
-            _accumulate(row, taps[j], flat)
-        a, b, shift = _clip(unit, here, offset, len(gradient))
-        _add(gradient[a:b], row[shift : shift + b - a], scale)
+            old, _, _ = _drawn(unit, last, offset, len(gradient), chacha, key, step - j, tensor, words, z)
+            _accumulate(row, taps[j], old)
+        _add(gradient[a:b], row, scale)
 
 
 @njit(nogil=True, cache=True)
 def ring(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, buffers, base, keep_draw):
-    units = GROUP // UNIT
     count = len(taps) - 1
-    words = np.empty((units, 16, LANES), np.uint32)
-    z = np.empty((units, 16, LANES), np.float32)
-    scratch = np.empty(GROUP, np.float32)
-    flat = z.reshape(GROUP)
-    for unit in range(first, last, units):
-        here = min(units, last - unit)
-        draw(chacha, key, step, tensor, unit, words, z[:here])
-        a, b, shift = _clip(unit, here, offset, len(gradient))
-        row, drawn = scratch[: b - a], flat[shift : shift + b - a]
+    words, z, scratch = _scratch()
+    for unit in range(first, last, len(z)):
+        new, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
+        row = scratch[: b - a]
         for i in range(b - a):
-            row[i] = f32(taps[0] * drawn[i])
+            row[i] = f32(taps[0] * new[i])
         for d in range(1, count + 1):
             _accumulate(row, taps[d], buffers[(step + count - d) % count, base + a : base + b])
         if count > 0:
-            buffers[step % count, base + a : base + b] = drawn if keep_draw else row
+            buffers[step % count, base + a : base + b] = new if keep_draw else row
         _add(gradient[a:b], row, scale)
 
 
 @njit(nogil=True, cache=True)
 def exponentials(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, buffers, base):
-    units = GROUP // UNIT
     count = len(taps) // 2
-    words = np.empty((units, 16, LANES), np.uint32)
-    z = np.empty((units, 16, LANES), np.float32)
-    scratch = np.empty(GROUP, np.float32)
-    flat = z.reshape(GROUP)
-    for unit in range(first, last, units):
-        here = min(units, last - unit)
-        draw(chacha, key, step, tensor, unit, words, z[:here])
-        a, b, shift = _clip(unit, here, offset, len(gradient))
-        row, drawn = scratch[: b - a], flat[shift : shift + b - a]
-        row[:] = drawn
+    words, z, scratch = _scratch()
+    for unit in range(first, last, len(z)):
+        new, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
+        row = scratch[: b - a]
+        row[:] = new
         for i in range(count):
             state = buffers[i, base + a : base + b]
             _accumulate(row, taps[i], state)
             decay = taps[count + i]
             for e in range(b - a):
-                state[e] = fma(decay, state[e], drawn[e])
+                state[e] = fma(decay, state[e], new[e])
         _add(gradient[a:b], row, scale)
 
 
 @njit(nogil=True, cache=True)
 def fenwick(gradient, offset, first, last, chacha, key, tensor, step, scale, buffers, base, plus, minus, keep):
-    units = GROUP // UNIT
-    words = np.empty((units, 16, LANES), np.uint32)
-    z = np.empty((units, 16, LANES), np.float32)
-    scratch = np.empty(GROUP, np.float32)
-    flat = z.reshape(GROUP)
-    for unit in range(first, last, units):
-        here = min(units, last - unit)
-        draw(chacha, key, step, tensor, unit, words, z[:here])
-        a, b, shift = _clip(unit, here, offset, len(gradient))
-        row, node = scratch[: b - a], flat[shift : shift + b - a]
+    words, z, scratch = _scratch()
+    for unit in range(first, last, len(z)):
+        node, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
+        row = scratch[: b - a]
         if plus >= 0:
             _accumulate(node, f32(1), buffers[plus, base + a : base + b])
         row[:] = node

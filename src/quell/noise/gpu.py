@@ -3,6 +3,10 @@
 Pointers, sizes and offsets go to the kernels in a table, so the number of launches does not grow with the number of
 tensors. A captured CUDA graph reads the step from device memory and advances it, so each replay adds the next row.
 Under Triton's interpreter the same code runs on CPU tensors, which is how it is tested without a GPU.
+
+All work goes to the current CUDA stream of the tensors' device, as torch's own operations do: the gradients must be
+ready on that stream. When the current stream changes between calls, the new one waits for the engine's earlier work.
+Replays of a captured graph are the caller's: run them on one stream, or order them.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from quell.errors import QuellError
 from quell.noise import triton_kernels as kernels
 from quell.noise.key import Key
 from quell.noise.layout import LANES, UNIT, Shard
+from quell.noise.secrecy import never_copied
 from quell.noise.spec import Recipe
 
 POINTER = int(kernels.POINTER)
@@ -64,19 +69,25 @@ class GpuEngine:
         self._staging: dict[int, torch.Tensor] = {}
         self._seen: list[tuple[torch.dtype, bool]] = []
         self._captured: list[Any] = []  # what graphs read and write must outlive them
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # where work went last
+
+    __reduce_ex__ = never_copied("an engine holds key material and is never pickled or copied")
 
     @property
     def step(self) -> int:
         """The next row. After a graph was captured this waits for the device."""
         if self._graphs and not self.capturing():
+            torch.cuda.synchronize(self.device)  # replays may run on any stream
             self._known_step = int(self._counter.item())
         return self._known_step
 
     def capturing(self) -> bool:
-        return self.device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+        with self._on_device():
+            return self.device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
     def prepare(self, tensors: list[torch.Tensor]) -> None:
         """Tell the device where the tensors lie; cheap when nothing moved since the last time."""
+        self._follow_stream()
         seen = [(tensor.dtype, tensor.is_contiguous()) for tensor in tensors]
         if seen != self._seen:
             if self.capturing():
@@ -110,10 +121,12 @@ class GpuEngine:
 
     def export(self) -> list[torch.Tensor]:
         """A copy of each shard's buffers in host memory, (buffers, length)."""
+        self._follow_stream()
         return [self._buffers[:, part].to("cpu", copy=True) for part in self._parts]
 
     def restore(self, step: int, buffers: list[Any] | None) -> None:
         """Stand before row `step` with these buffers; without any, kept draws are made anew."""
+        self._follow_stream()
         self._buffers.zero_()
         if buffers is not None:
             for part, kept in zip(self._parts, buffers, strict=True):
@@ -148,7 +161,7 @@ class GpuEngine:
             self._start(kernels.fenwick, launch, (*scales, self._moves, self._buffers, kept[2]))
 
     def _start(self, kernel: Any, launch: _Launch, arguments: tuple[Any, ...], **options: Any) -> None:
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with self._on_device():  # Triton launches on the current stream of the current device
             kernel[(len(launch.programs),)](
                 launch.programs,
                 launch.rows,
@@ -191,6 +204,24 @@ class GpuEngine:
                 raise QuellError(_MOVED)
             launch.table[:, POINTER] = pointers
             launch.rows = self._upload(launch.table)
+
+    def _on_device(self) -> Any:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _follow_stream(self) -> None:
+        """Order the current stream after the last one used, and keep what it will read until it has read it."""
+        if self._stream is None or self.capturing():  # a capture begins with everything at rest
+            return
+        current = torch.cuda.current_stream(self.device)
+        if current == self._stream:
+            return
+        current.wait_stream(self._stream)
+        tables = [table for launch in self._launches for table in (launch.programs, launch.rows)]
+        owned = [self._counter, self._key, self._taps, self._scales, self._moves, self._buffers]
+        for tensor in [*owned, *tables, *self._staging.values()]:
+            if tensor is not None:
+                tensor.record_stream(current)
+        self._stream = current
 
     def _upload(self, values: NDArray[Any]) -> torch.Tensor:
         """To the device without waiting for it, from pinned memory that torch keeps until the copy is done."""

@@ -14,14 +14,16 @@ import stat
 import warnings
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, NoReturn, final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quell.errors import QuellError, require_count
+from quell.noise.secrecy import never_copied
 
 KEY_BYTES: Final = 32
+LEAST_DISTINCT_BYTES: Final = 8  # a random key has fewer with probability below 10⁻³⁰
 _FILE_MARK: Final = "quell-key-1"
 
 
@@ -40,14 +42,20 @@ class Key:
     True
     """
 
-    __slots__ = ("_secret", "id", "seeded")
+    __slots__ = ("_secret", "id", "loaded", "seeded")
 
-    def __init__(self, secret: bytes, *, _seeded: bool = False) -> None:
+    id: str
+    loaded: bool  # read from a file, so an earlier process may have released steps under it
+    seeded: bool  # made from a seed, so it promises nothing
+
+    def __init__(self, secret: bytes, *, _seeded: bool = False, _loaded: bool = False) -> None:
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise QuellError(f"a key is {KEY_BYTES} bytes: make one with Key.generate()")  # the value stays unnamed
+        if len(set(secret)) < LEAST_DISTINCT_BYTES:
+            raise QuellError("this key repeats a few byte values, so it can be guessed: make one with Key.generate()")
         self._secret = secret
         self.id = _digest(secret, b"quell key id", 8).hex()
-        self.seeded = _seeded
+        self.loaded, self.seeded = _loaded, _seeded
 
     @classmethod
     def generate(cls) -> Key:
@@ -82,7 +90,7 @@ class Key:
         secret, seeded = _parse(content)
         if secret is None:
             raise QuellError(f"{source} is not a Quell key file: make one with Key.generate().save(path)")
-        return cls(secret, _seeded=seeded)
+        return cls(secret, _seeded=seeded, _loaded=True)
 
     def save(self, path: str | Path) -> None:
         """Write the key to a new file that only its owner can read; an existing file is never overwritten."""
@@ -113,6 +121,10 @@ class Key:
         derived = blake2b(message, digest_size=8, key=self._secret, person=b"quell philox").digest()
         return np.frombuffer(derived, dtype="<u4").astype(np.uint32)
 
+    def derive(self, purpose: str) -> bytes:
+        """32 secret bytes for another use of the same run, such as drawing its batches: independent of the noise."""
+        return blake2b(purpose.encode(), digest_size=KEY_BYTES, key=self._secret, person=b"quell derive").digest()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and hmac.compare_digest(self._secret, other._secret)
 
@@ -122,8 +134,9 @@ class Key:
     def __repr__(self) -> str:
         return f"<Key {self.id}{' from a seed: NO privacy' if self.seeded else ''}>"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise QuellError("a key is never pickled or copied: keep it apart with key.save(path) and Key.load(path)")
+    __reduce_ex__ = never_copied(
+        "a key is never pickled or copied: keep it apart with key.save(path) and Key.load(path)"
+    )
 
 
 def _digest(content: bytes, person: bytes, size: int) -> bytes:

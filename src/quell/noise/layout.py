@@ -95,14 +95,12 @@ def tile_size(generator: str) -> int:
     return WORDS[generator] * LANES
 
 
-def require_disjoint(shards: Sequence[Shard]) -> None:
+def require_disjoint(shards: Sequence[Shard], advice: str = "give every rank its own slice") -> None:
     """No element twice: two shards that overlap would add the same noise to two gradients."""
     last: dict[int, Shard] = {}
     for shard in sorted(shards, key=lambda s: (s.tensor, s.offset)):
         before = last.get(shard.tensor)
         if before is not None and shard.length and before.stop > shard.offset:
-            raise QuellError(
-                f"two shards both hold element {shard.offset:,} of tensor {shard.tensor}: give every rank its own slice"
-            )
+            raise QuellError(f"two shards both hold element {shard.offset:,} of tensor {shard.tensor}: {advice}")
         if shard.length:
             last[shard.tensor] = shard

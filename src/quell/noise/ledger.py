@@ -7,6 +7,10 @@ knows better than the checkpoint: a stream that would fall behind it is refused,
 A line is written and flushed to the disk *before* the steps it covers are released, `reserve` steps ahead so that the
 disk is not in every step; a checkpoint or a clean close writes the exact number. The last line of a key counts. A last
 line torn by a crash covers nothing that was released, and is dropped. A lock keeps a second process out.
+
+After a failed write nobody knows which lines the disk holds (an fsync that failed may succeed when tried again, with
+the data gone), so the ledger releases nothing more. Either outcome is safe to open again: the line that failed claims
+no less than was released until then.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from quell.errors import QuellError, require_count
+from quell.noise.secrecy import never_copied
 
 try:
     import fcntl
@@ -40,20 +45,19 @@ class Ledger:
     def __init__(self, path: str | Path, reserve: int = 64) -> None:
         self.path = Path(path)
         self._reserve = require_count("reserve", reserve)
+        self._handle, self._process, self._failed = -1, os.getpid(), False
         try:
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError as problem:
-            self._handle = -1
-            raise QuellError(f"cannot open the ledger {self.path}: {problem.strerror}") from problem
-        try:
+            _sync_folder(self.path)  # a new file's name must survive a crash as its lines do
             self._lock()
             self._bounds = self._read()
+        except OSError as problem:
+            self._release_handle()
+            raise QuellError(f"cannot open the ledger {self.path}: {problem.strerror}") from problem
         except QuellError:
-            os.close(self._handle)
-            self._handle = -1
+            self._release_handle()
             raise
         self._exact = dict(self._bounds)  # without what this process reserves ahead
-        self._process = os.getpid()
 
     def released(self, key_id: str) -> int:
         """How many steps of this key must count as released."""
@@ -61,9 +65,10 @@ class Ledger:
 
     def record(self, key_id: str, released: int) -> None:
         """Make sure, before they are released, that the first `released` steps of this key are on the disk."""
-        self._exact[key_id] = max(released, self._exact.get(key_id, 0))
+        self._require_open()
         if released > self.released(key_id):
             self._write(key_id, released + self._reserve - 1)
+        self._exact[key_id] = max(released, self._exact.get(key_id, 0))
 
     def settle(self) -> None:
         """Take back what was reserved but not released, so that an exact checkpoint can resume."""
@@ -74,15 +79,17 @@ class Ledger:
                 self._write(key_id, exact)
 
     def close(self) -> None:
-        if self._handle >= 0:
-            self.settle()
-            os.close(self._handle)
-            self._handle = -1
+        try:
+            if self._handle >= 0 and not self._failed:
+                self.settle()
+        finally:
+            self._release_handle()
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", -1) >= 0:  # forgotten rather than closed: what was reserved stays reserved
-            os.close(self._handle)
-            self._handle = -1
+        if hasattr(self, "_handle"):  # forgotten rather than closed: what was reserved stays reserved
+            self._release_handle()
+
+    __reduce_ex__ = never_copied("a ledger is never pickled or copied: open its file where it is needed")
 
     def __enter__(self) -> Ledger:
         return self
@@ -110,7 +117,7 @@ class Ledger:
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
                 entry = json.loads(line)
-                bounds[str(entry["key"])] = int(entry["released"])
+                bounds[str(entry["key"])] = require_count("released", entry["released"], least=0)
             except (ValueError, TypeError, KeyError):
                 raise QuellError(
                     f"line {number} of the ledger {self.path} is damaged: restore the file, or start a new key"
@@ -118,17 +125,39 @@ class Ledger:
         return bounds
 
     def _write(self, key_id: str, bound: int) -> None:
+        self._require_open()
+        line = (json.dumps({"key": key_id, "released": bound}) + "\n").encode()
+        before = os.fstat(self._handle)
+        if not before.st_nlink:
+            raise QuellError(f"the ledger {self.path} was deleted while in use: restore it, or start a new key")
+        try:
+            if os.write(self._handle, line) < len(line):
+                os.ftruncate(self._handle, before.st_size)  # half a line in the middle would damage the file
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._handle)
+        except OSError as problem:
+            self._failed = True
+            raise QuellError(f"cannot write the ledger {self.path}: {problem.strerror}") from problem
+        self._bounds[key_id] = bound
+
+    def _require_open(self) -> None:
         if os.getpid() != self._process:
             raise QuellError(f"the ledger {self.path} belongs to the parent process: a forked child needs its own run")
         if self._handle < 0:
             raise QuellError(f"the ledger {self.path} was closed: open it again to release more steps")
-        line = (json.dumps({"key": key_id, "released": bound}) + "\n").encode()
-        before = os.fstat(self._handle).st_size
+        if self._failed:
+            raise QuellError(f"an earlier write to the ledger {self.path} failed: mend the disk and open it again")
+
+    def _release_handle(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
         try:
-            if os.write(self._handle, line) < len(line):
-                os.ftruncate(self._handle, before)  # half a line in the middle would damage the file
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._handle)
-        except OSError as problem:
-            raise QuellError(f"cannot write the ledger {self.path}: {problem.strerror}") from problem
-        self._bounds[key_id] = bound
+            os.fsync(folder)
+        finally:
+            os.close(folder)

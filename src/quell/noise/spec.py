@@ -6,6 +6,7 @@ is max_grad_norm · noise_multiplier, and the noise multiplier already contains 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from quell.planning import Plan
 
 Kind = Literal["regenerate", "ring", "exponentials", "fenwick"]
+
+LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # within these, noise keeps all its digits in float32 and never overflows
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +47,10 @@ class NoiseSpec:
             raise QuellError(f"steps={steps:,} is beyond the {MOST_STEPS:,} that a key can serve")
         if require_finite("scale", self.scale) <= 0:
             raise QuellError(f"scale={self.scale:g} must be positive: it is max_grad_norm times the noise multiplier")
-        covered = _steps_covered(self.recurrence)
-        if covered is not None and covered != steps:
-            raise QuellError(f"steps={steps:,} but the recurrence was made for {covered:,} steps: make a new one")
+        for covered in _steps_covered(self.recurrence):
+            if covered != steps:
+                raise QuellError(f"steps={steps:,} but the recurrence was made for {covered:,} steps: make a new one")
+        _check_tables(self.recurrence)
 
     @classmethod
     def of(cls, source: NoiseSpec | Mechanism | Plan, max_grad_norm: float | None = None) -> NoiseSpec:
@@ -103,6 +107,11 @@ class Recipe:
     keep_draw: bool = False
     moves: NDArray[np.int32] | None = None
 
+    @property
+    def saved_buffers(self) -> int:
+        """How many buffers a checkpoint must hold: kept draws can be made again, all else cannot."""
+        return 0 if self.keep_draw else self.buffers
+
     def taps_at(self, step: int) -> NDArray[np.float32]:
         return np.asarray(self.taps[min(step, len(self.taps) - 1)])
 
@@ -115,7 +124,12 @@ def _recipe(spec: NoiseSpec, buffered: bool) -> Recipe:
     if buffered and not isinstance(recurrence, Regenerate):
         raise QuellError(f"buffered=True is a choice only where draws are remade; {_name(recurrence)} always buffers")
     scales = np.ones(1) if recurrence.row_scale is None else recurrence.row_scale
-    scales32 = _float32("row_scale", scales * spec.scale)
+    scales32 = _float32("scale", scales * spec.scale)
+    if not np.all((scales32 >= LEAST_SCALE) & (scales32 <= MOST_SCALE)):
+        raise QuellError(
+            f"scale={spec.scale:g}, with the row scale, leaves {LEAST_SCALE:g} to {MOST_SCALE:g}, where float32 noise "
+            "is whole: choose another max_grad_norm, and scale the loss to match"
+        )
     if isinstance(recurrence, Regenerate):
         taps = _float32("noising", np.atleast_2d(recurrence.noising[:n]))
         kind: Kind = "ring" if buffered else "regenerate"
@@ -152,12 +166,36 @@ def _float32(name: str, values: NDArray[np.float64]) -> NDArray[np.float32]:
     return rounded
 
 
-def _steps_covered(recurrence: Recurrence) -> int | None:
+def _steps_covered(recurrence: Recurrence) -> Iterator[int]:
+    """For how many steps each table that has a row per step was made."""
     if isinstance(recurrence, Fenwick):
-        return recurrence.steps
-    if isinstance(recurrence, Ring) and recurrence.bands.ndim == 2:
-        return len(recurrence.bands)
-    return None if recurrence.row_scale is None else len(recurrence.row_scale)
+        yield recurrence.steps
+    if isinstance(recurrence, Ring) and np.ndim(recurrence.bands) == 2:
+        yield len(recurrence.bands)
+    if recurrence.row_scale is not None:
+        yield len(recurrence.row_scale)
+
+
+def _check_tables(recurrence: Recurrence) -> None:
+    """Refuse tables whose noise hides nothing: a zero on the diagonal, a row scaled to nothing, a NaN."""
+    if recurrence.row_scale is not None and not _positive(recurrence.row_scale):
+        raise QuellError("row_scale must hold one positive, finite number per step: a row without noise hides nothing")
+    if isinstance(recurrence, Regenerate) and not (np.ndim(recurrence.noising) == 1 and _leads(recurrence.noising)):
+        raise QuellError("noising must be one row of finite coefficients, the first not 0: it multiplies the new noise")
+    if isinstance(recurrence, Ring) and not (np.ndim(recurrence.bands) in (1, 2) and _leads(recurrence.bands)):
+        raise QuellError("bands must be finite, with no 0 on the diagonal of C: such a C has no inverse")
+    if isinstance(recurrence, Exponentials) and np.shape(recurrence.scales) != np.shape(recurrence.decays):
+        raise QuellError("scales and decays must be as many: each exponential has one of both")
+
+
+def _positive(values: Any) -> bool:
+    return np.ndim(values) == 1 and bool(np.all(np.isfinite(values) & (np.asarray(values) > 0)))
+
+
+def _leads(coefficients: Any) -> bool:
+    """Whether all coefficients are finite and the leading one of each row is not 0."""
+    values = np.atleast_2d(coefficients)
+    return values.shape[1] > 0 and bool(np.all(np.isfinite(values)) and np.all(np.abs(values[:, 0]) > LEAST_SCALE))
 
 
 def _name(recurrence: Recurrence) -> str:

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from quell.errors import QuellError
-from quell.noise.layout import Shard
+from quell.errors import QuellError, require_count
+from quell.noise.layout import Shard, require_disjoint
 
 FORMAT, VERSION = "quell-noise", 1
+_FIELDS = {"noise", "generator", "key_id", "step", "shards", "buffers"}
 
 
 def make(
@@ -35,7 +36,7 @@ def make(
 
 def check(state: Mapping[str, Any], fingerprint: str, generator: str, key_id: str, steps: int) -> None:
     """Refuse the state of another plan, generator or key."""
-    if state.get("format") != FORMAT or state.get("version") != VERSION:
+    if state.get("format") != FORMAT or state.get("version") != VERSION or not set(state) >= _FIELDS:
         raise QuellError("this is not the state of a noise stream: pass what NoiseStream.state_dict() returned")
     if state["noise"] != fingerprint:
         raise QuellError(
@@ -48,8 +49,19 @@ def check(state: Mapping[str, Any], fingerprint: str, generator: str, key_id: st
         raise QuellError(
             f"the state belongs to key {state['key_id']}, this stream has {key_id}: load the key of that run"
         )
-    if not 0 <= state["step"] <= steps:
-        raise QuellError(f"the state stands at step {state['step']:,}, outside the plan's {steps:,} steps")
+    step = require_count("the state's step", state["step"], least=0)
+    if step > steps:
+        raise QuellError(f"the state stands at step {step:,}, outside the plan's {steps:,} steps")
+
+
+def check_buffers(buffers: list[Any], count: int, shards: tuple[Shard, ...]) -> None:
+    """Refuse buffers of another shape than `count` rows for each of `shards`: broadcasting would hide the mistake."""
+    shapes = [tuple(np.shape(kept)) for kept in buffers]
+    expected = [(count, shard.length) for shard in shards]
+    if shapes != expected:
+        raise QuellError(
+            f"the state's buffers have shapes {shapes[:3]}, where {expected[:3]} are needed: it is damaged"
+        )
 
 
 def shards_of(state: Mapping[str, Any]) -> tuple[Shard, ...]:
@@ -63,7 +75,8 @@ def gather(states: Sequence[Mapping[str, Any]], shards: tuple[Shard, ...]) -> li
         return buffers
     if len(steps := {state["step"] for state in states}) > 1:
         raise QuellError(f"the states stand at different steps ({sorted(steps)}): gather those of one checkpoint")
-    if states[0]["buffers"] is None:
+    require_disjoint([shard for state in states for shard in shards_of(state)], "pass the state of each rank once")
+    if any(state["buffers"] is None for state in states):
         return None
     held = [
         (shard, np.asarray(kept))

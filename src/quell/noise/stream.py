@@ -10,20 +10,30 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quell.errors import QuellError, require_count
-from quell.noise import arrays, claims, state
+from quell.noise import arrays, state
+from quell.noise.costs import worth_buffering
+from quell.noise.guard import REPLAY, ReleaseGuard
 from quell.noise.key import Key
 from quell.noise.layout import Shard, require_disjoint, require_generator, whole
 from quell.noise.ledger import Ledger
+from quell.noise.secrecy import never_copied
 from quell.noise.spec import NoiseSpec
+from quell.strategy.recurrence import Regenerate
 
 if TYPE_CHECKING:
     from quell.mechanism import Mechanism
     from quell.planning import Plan
+
+
+class UnrecordedKeyWarning(UserWarning):
+    """A key from a file is used without a ledger: nothing stops its noise from being used twice."""
 
 
 class Engine(Protocol):
@@ -43,8 +53,11 @@ class NoiseStream:
 
     `source` is a plan or a mechanism, with the `max_grad_norm` the gradients are clipped to, or a `NoiseSpec`.
     `tensors` are the unsharded parameters (arrays, shapes or element counts) in an order that never changes; a rank
-    that holds only slices passes `shards` instead, one per tensor it will hand to `add_`. `buffered` keeps the old
-    draws of a banded-inverse strategy instead of remaking them: p−1 model-sized buffers for p−1 fewer draws per step.
+    that holds only slices passes `shards` instead, one per tensor it will hand to `add_`.
+
+    Old draws of a banded-inverse strategy with p coefficients are made again by default, which needs no memory. Allow
+    `memory`, counted in float32 copies of the model, and they are kept where that fits and is faster on the device at
+    hand (`quell.noise.costs`): p−1 buffers for p−1 fewer draws per step, the same bits. `buffered` decides by hand.
 
     >>> import numpy as np
     >>> from quell.noise import Key, NoiseSpec, NoiseStream
@@ -66,7 +79,8 @@ class NoiseStream:
         max_grad_norm: float | None = None,
         generator: str = "chacha20",
         shards: Sequence[Shard] | None = None,
-        buffered: bool = False,
+        buffered: bool | Literal["auto"] = "auto",
+        memory: float = 0.0,
         ledger: Ledger | str | Path | None = None,
         replay: bool = False,
         threads: int | None = None,
@@ -77,15 +91,19 @@ class NoiseStream:
             raise QuellError("a stream is made for tensors or for shards: pass one of the two")
         self.spec = NoiseSpec.of(source, max_grad_norm)
         self.generator = require_generator(generator)
-        self.shards = whole(tensors) if tensors is not None else tuple(shards or ())
-        require_disjoint(self.shards)
-        self.ledger = Ledger(ledger) if isinstance(ledger, (str, Path)) else ledger
-        self._recipe = self.spec.recipe(buffered)
+        served = whole(tensors) if tensors is not None else tuple(shards or ())
+        require_disjoint(served)
+        if buffered not in (True, False, "auto"):
+            raise QuellError(f"buffered={buffered!r} must be True, False or 'auto'")
+        copies = _require_memory(memory)
+        self._memory = copies if buffered == "auto" else None  # None: decided by hand
+        self._recipe = self.spec.recipe(buffered is True)
         self._threads = None if threads is None else require_count("threads", threads)
         self._key = key
-        self._claim = claims.register(key, self.shards)
-        self._replay = replay
-        self._fresh = False  # whether the next step is known not to have been released before
+        if ledger is None and key.loaded and not key.seeded:
+            warnings.warn(_UNRECORDED, UnrecordedKeyWarning, stacklevel=2)
+        opened = Ledger(ledger) if isinstance(ledger, (str, Path)) else ledger
+        self._guard = ReleaseGuard(key, served, opened, replay)
         self._torn = False  # whether a failure may have left counter and buffers apart
         self._turn, self._process = threading.Lock(), os.getpid()
         self._engine: Engine | None = None
@@ -98,12 +116,21 @@ class NoiseStream:
         return self._waiting[0] if self._engine is None else self._engine.step
 
     @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The slices it serves, in the order of the tensors that `add_` takes."""
+        return self._guard.shards
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return self._guard.ledger
+
+    @property
     def steps(self) -> int:
         return self.spec.steps
 
     @property
     def buffers(self) -> int:
-        """Model-sized float32 vectors kept between steps."""
+        """Model-sized float32 vectors kept between steps (where Quell may choose, none before the first step)."""
         return self._recipe.buffers
 
     def add_(self, tensors: Any, *, step: int | None = None) -> None:
@@ -126,15 +153,16 @@ class NoiseStream:
         engine = self._ready(listed)
         due = engine.step
         if step is not None and step < due:
-            raise QuellError(f"step {step:,} was added already; the next is {due:,}: {_REPLAY}")
+            raise QuellError(f"step {step:,} was added already; the next is {due:,}: {REPLAY}")
         if step is not None and step > due:
             raise QuellError(f"step {step:,} was asked for, but step {due:,} is due: rows come in order")
         if due >= self.steps:
             raise QuellError(f"the plan ends after {self.steps:,} steps: stop here, or make a new plan and a new key")
-        self._release(due, engine.capturing())
-        self._fresh, self._torn = False, True  # should the engine fail half-way, this step counts as released
+        self._guard.before(due, until=self.steps if engine.capturing() else due + 1)  # a graph may run to the end
+        self._torn = True
         engine.add(listed)
-        self._fresh, self._torn = True, False
+        self._torn = False
+        self._guard.after()
 
     def prepare(self, tensors: Any) -> None:
         """Set everything up for `add_` without releasing a step: call it before capturing a CUDA graph."""
@@ -148,8 +176,7 @@ class NoiseStream:
         self._require_whole()
         step, buffers = self._waiting
         if self._engine is not None:
-            keeps = self.buffers and not self._recipe.keep_draw
-            step, buffers = self._engine.step, self._engine.export() if keeps else None
+            step, buffers = self._engine.step, self._engine.export() if self._recipe.saved_buffers else None
             if buffers is not None and self._home is not None:
                 buffers = arrays.to_torch(buffers)
         return state.make(self.spec.fingerprint, self.generator, self._key.id, step, self.shards, buffers)
@@ -176,32 +203,36 @@ class NoiseStream:
         for one in given:
             self._check(one)
         buffers = state.gather(given, new)
-        step, engine, claim = given[0]["step"], self._engine, self._claim
-        self.shards, self._claim = new, claims.register(self._key, new)
-        self._engine = None  # made anew for the new shards by the next add_
+        old = self._guard, self._engine
+        self._guard, self._engine = ReleaseGuard(self._key, new, self.ledger), None  # the next add_ makes an engine
         try:
-            self._move(step, buffers, replay)
+            self._move(given[0]["step"], buffers, replay)
         except QuellError:
-            self.shards, self._claim, self._engine = claim.shards, claim, engine
+            self._guard, self._engine = old
             raise
 
     def _check(self, saved: Mapping[str, Any]) -> None:
         state.check(saved, self.spec.fingerprint, self.generator, self._key.id, self.steps)
+        if saved["buffers"] is not None:
+            state.check_buffers(saved["buffers"], self._recipe.saved_buffers, state.shards_of(saved))
 
     def _require_whole(self) -> None:
         if self._torn:
             raise QuellError("an earlier step failed half-way: load the last saved state before going on")
 
     def _move(self, step: int, buffers: list[Any] | None, replay: bool) -> None:
-        self._require_new(step, replay)
-        if step and buffers is None and self.buffers and not self._recipe.keep_draw:
-            raise QuellError(f"the state of step {step:,} lacks the {self.buffers} buffers that this noise needs")
+        self._guard.check_resuming(step, replay)
+        if step and buffers is None and self._recipe.saved_buffers:
+            raise QuellError(
+                f"the state of step {step:,} lacks the {self._recipe.saved_buffers} buffers that this noise needs"
+            )
         if self._engine is None:
             self._waiting = (step, buffers)
         else:
             self._torn = True
             self._engine.restore(step, buffers)
-        self._replay, self._fresh, self._torn = replay, True, False
+        self._torn = False
+        self._guard.resumed(replay)
 
     def _ready(self, tensors: list[Any]) -> Engine:
         arrays.check(tensors, self.shards)
@@ -218,11 +249,15 @@ class NoiseStream:
         return self._engine
 
     def _make_engine(self, device: Any) -> Engine:
-        if device is None or device.type == "cpu":
+        kind = "cpu" if device is None else device.type
+        if self._memory is not None and isinstance(self.spec.recurrence, Regenerate) and kind in ("cpu", "cuda"):
+            kept = worth_buffering(self._recipe.taps.shape[1], kind, self.generator, self._memory)
+            self._recipe = self.spec.recipe(buffered=kept)
+        if kind == "cpu":
             from quell.noise.cpu import CpuEngine
 
             return CpuEngine(self._recipe, self.generator, self._key, self.shards, self._threads)
-        if device.type != "cuda":
+        if kind != "cuda":
             raise QuellError(f"noise is made on a CPU or a CUDA GPU, not on {device}: move the gradients first")
         try:
             from quell.noise.gpu import GpuEngine
@@ -230,41 +265,25 @@ class NoiseStream:
             raise QuellError("noise on a GPU needs Triton: pip install triton") from problem
         return GpuEngine(self._recipe, self.generator, self._key, self.shards, device)
 
-    def _release(self, step: int, capturing: bool) -> None:
-        """Note, before it happens, that a step is released; a captured graph may run to the end of the plan."""
-        if not self._fresh:
-            self._require_new(step, self._replay)
-            self._fresh = True
-        elif not self._replay and step < claims.released_by_others(self._key, self._claim):
-            raise QuellError(f"another stream with this key has released step {step:,} already: {_REPLAY}")
-        until = self.steps if capturing else step + 1
-        if self.ledger is not None:
-            self.ledger.record(self._key.id, until)
-        self._claim.released = max(until, self._claim.released)
-
-    def _require_new(self, step: int, replay: bool) -> None:
-        before = claims.released(self._key, self._claim)
-        if self.ledger is not None:
-            before = max(before, self.ledger.released(self._key.id))
-        if step < before and not replay:
-            raise QuellError(
-                f"this key has released steps up to {before - 1:,}, and step {step:,} would come again: {_REPLAY}"
-            )
-
     def __repr__(self) -> str:
         return (
             f"<NoiseStream step {self.step:,} of {self.steps:,}, {len(self.shards)} tensors, {self.generator}, "
             f"{self.buffers} buffers, {self._key!r}>"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise QuellError("a noise stream holds a key and is never pickled or copied: save stream.state_dict()")
+    __reduce_ex__ = never_copied("a noise stream holds a key and is never pickled or copied: save stream.state_dict()")
 
 
-_REPLAY = (
-    "if the same gradients come again because the data order is the plan's own, load with replay=True; "
-    "otherwise start a new key"
+_UNRECORDED = (
+    "this key was loaded from a file, and no ledger says which steps it has released: a run that starts again with it "
+    "would use the same noise twice; pass ledger=, the same file every time"
 )
+
+
+def _require_memory(copies: float) -> float:
+    if not isinstance(copies, Real) or not copies >= 0:  # infinity is welcome
+        raise QuellError(f"memory={copies!r} must be a number of model copies, 0 or more")
+    return float(copies)
 
 
 def _uncompiled(method: Callable[..., None]) -> Callable[..., None]:

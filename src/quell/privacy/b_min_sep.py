@@ -28,7 +28,7 @@ from quell.privacy.bins import convolve, correlate, negative_slack
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Certificate
 from quell.privacy.ledger import Ledger
-from quell.privacy.tilting import Draws, Mean, Proposal, Tilt, sampling_free
+from quell.privacy.tilting import Draws, Key, Proposal, Tilt, sampling_free
 from quell.sampling import BallsInBins, BMinSep
 from quell.sensitivity import Sensitivity, sensitivity
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
@@ -66,24 +66,33 @@ class ChainPair:
 
     @cached_property
     def centre(self) -> float:
-        return float(np.sum(np.square(self._moved(np.full((1, self.width), self.sampling.fraction))))) / (
-            2 * self.sigma**2
-        )
+        return float(np.sum(np.square(self._mean))) / (2 * self.sigma**2)
+
+    @cached_property
+    def _mean(self) -> Array:
+        """(1, n) the average pattern, moved: m̄."""
+        return self._moved(np.full((1, self.width), self.sampling.fraction))
+
+    @cached_property
+    def _pull(self) -> Array:
+        """(n,) ⟨C_t, m̄⟩/σ²."""
+        return np.asarray(self._inner(self._mean)[0] / self.sigma**2)
 
     def log_most(self, tilt: Tilt) -> float:
         return math.inf if tilt.extra else 0.0
 
-    def draw(self, proposal: Proposal, thetas: tuple[float, ...], count: int, random: np.random.Generator) -> Draws:
-        if isinstance(proposal, Mean):
-            taking_part = np.full((count, self.width), proposal.shift * self.sampling.fraction)
-        else:
-            taking_part = proposal.theta * self._patterns(count, random)
+    def draw(self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator) -> Draws:
+        taking_part = np.full((count, self.width), proposal.shift * self.sampling.fraction)
+        if isinstance(proposal, Tilt):
+            taking_part += proposal.theta * self._patterns(count, random)
         output = self._moved(taking_part) + self.sigma * random.standard_normal((count, self.width))
         u = self._inner(output) / self.sigma**2
         loss = self._log_likelihood(u - self.alpha)
-        powers = [self._log_likelihood(theta * u - theta * theta * self.alpha) for theta in thetas]
+        powers = [
+            self._log_likelihood(theta * u - theta * (theta * self.alpha + shift * self._pull)) for theta, shift in keys
+        ]
         drift = self.sampling.fraction * u.sum(axis=1)
-        return Draws(loss, drift, np.array(powers).reshape(len(thetas), count), np.zeros(count))
+        return Draws(loss, drift, np.array(powers).reshape(len(keys), count), np.zeros(count))
 
     def _patterns(self, count: int, random: np.random.Generator) -> Array:
         """(count, n) with ones where an example takes part."""

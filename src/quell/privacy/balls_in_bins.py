@@ -28,7 +28,7 @@ from quell.sensitivity import Sensitivity
 from quell.strategy.structure import Strategy
 
 _FEW = 4  # different bin sizes up to which independent noise is convolved exactly
-_ROUGH, _CAREFUL = 384, 1536  # pilot draws per proposal
+_ROUGH, _CAREFUL, _WIDE = 384, 1536, 1 << 22  # pilot draws per proposal, and the most numbers they may take
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class BinLedger:
             exact = self._exact(sigma, epsilon, orthogonal.FINE if careful else orthogonal.COARSE)
             return exact[1], 0.0
         pair = BinPair(self.bins, sigma)
-        size = _CAREFUL if careful else _ROUGH
+        size = self._size(careful)
         remove = importance.pilot(pair, "remove", epsilon, size)
         if sampling_free(pair, "add", epsilon) < 0.1 * remove.estimate:
             return remove.estimate, remove.error / max(remove.estimate, 1e-300)
@@ -104,11 +104,14 @@ class BinLedger:
     def safe_epsilon(self, sigma: float, delta: float) -> float:
         return gaussian_epsilon(sigma / self.reach, delta)
 
+    def _size(self, careful: bool) -> int:
+        return max(128, min(_CAREFUL if careful else _ROUGH, _WIDE // self.bins.count))
+
     def _scouted(self, sigma: float, epsilon: float, failure: float) -> importance.Scouted:
         key = sigma, epsilon, failure
         if key not in self._scouts:
             self._scouts.clear()
-            self._scouts[key] = importance.scout(BinPair(self.bins, sigma), epsilon, failure, _CAREFUL)
+            self._scouts[key] = importance.scout(BinPair(self.bins, sigma), epsilon, failure, self._size(careful=True))
         return self._scouts[key]
 
     @cached_property

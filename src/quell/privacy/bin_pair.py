@@ -14,7 +14,7 @@ import numpy as np
 
 from quell._types import Array
 from quell.privacy.bins import Bins
-from quell.privacy.tilting import Draws, Mean, Proposal, Tilt
+from quell.privacy.tilting import Draws, Key, Mean, Proposal, Tilt
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +60,15 @@ class BinPair:
     def _known(self) -> dict[tuple[float, int], float]:
         return {}
 
-    def draw(self, proposal: Proposal, thetas: tuple[float, ...], count: int, random: np.random.Generator) -> Draws:
+    def draw(self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator) -> Draws:
         mean, auxiliary = self._mean(proposal, count, random)
         u = self.bins.noise(random, count)
         u *= 1.0 / self.sigma
         u += mean
         loss = _log_mean_exp(u - self.alpha)
-        powers = [_log_mean_exp(theta * u - theta * theta * self.alpha) for theta in thetas]
-        return Draws(loss, u.mean(axis=1), np.array(powers).reshape(len(thetas), count), auxiliary)
+        pull = self.bins.pull / self.sigma**2
+        powers = [_log_mean_exp(theta * u - theta * (theta * self.alpha + shift * pull)) for theta, shift in keys]
+        return Draws(loss, u.mean(axis=1), np.array(powers).reshape(len(keys), count), auxiliary)
 
     def _mean(self, proposal: Proposal, count: int, random: np.random.Generator) -> tuple[Array, Array]:
         """(count, b) or (b,) means of u, and ln A."""
@@ -75,6 +76,8 @@ class BinPair:
         if isinstance(proposal, Mean):
             return proposal.shift * self.bins.pull / self.sigma**2, auxiliary
         field = self.bins.rows(random.integers(0, b, count)) * (proposal.theta / self.sigma**2)
+        if proposal.shift:
+            field += proposal.shift * self.bins.pull / self.sigma**2
         for _ in range(proposal.extra):
             top = field.max(axis=1)
             running = np.cumsum(np.exp(field - top[:, None]), axis=1)

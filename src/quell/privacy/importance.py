@@ -31,6 +31,7 @@ from quell.privacy.tilting import (
     Proposal,
     Tilt,
     candidates,
+    keys_of,
     log_bound,
     log_density,
     log_numerator,
@@ -43,7 +44,7 @@ _PILOT, _CERTIFICATE = 1, 2
 _CHUNK = 1 << 20  # numbers per chunk: eight megabytes
 _SLACK = 0.06  # relative width of a certificate worth paying for; 6% of δ is about 0.3% of σ
 _LEAST, _MOST = 1 << 14, 1 << 20  # draws
-_WORK = 2.0**28  # numbers that one certificate may draw at up to 512 numbers a draw
+_WORK = 2.0**29  # numbers that one certificate may draw; more only where a draw has more than 512
 _BLENDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 
 
@@ -149,7 +150,7 @@ def _draws(pair: Pair, scouted: Pilot, failure: float, top: float) -> int:
     excess = max(_SLACK * top, 0.5 * (top - scouted.estimate))
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
     extras = sum(p.extra * s for p, s in zip(mixture.proposals, mixture.shares, strict=True) if isinstance(p, Tilt))
-    affordable = _WORK * max(1.0, pair.width / 512) / (pair.width * (1 + 0.5 * extras))
+    affordable = _WORK / (min(pair.width, 512) * (1 + extras))
     return int(max(_LEAST, min(wanted, affordable, _MOST)))
 
 
@@ -179,11 +180,11 @@ def _draw(
     stream: int,
 ) -> tuple[Drawn, Array]:
     """Draws from every proposal, reduced chunk by chunk; constants Z are estimated where none are given."""
-    thetas = tuple(sorted({each.theta for each in proposals if isinstance(each, Tilt)} - {1.0}))
+    keys = keys_of(proposals)
     pieces: list[Draws] = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
         jobs = [
-            workers.submit(pair.draw, proposals[k], thetas, size, _generator(stream, direction, k, chunk))
+            workers.submit(pair.draw, proposals[k], keys, size, _generator(stream, direction, k, chunk))
             for k, chunk, size in _chunks(pair, counts)
         ]
         pieces = [job.result() for job in jobs]
@@ -195,7 +196,7 @@ def _draw(
     if log_constants is None:
         log_constants = np.array([_log_mean(auxiliary[origin == k]) for k in range(len(proposals))])
     densities = np.array(
-        [log_density(each, together, thetas, pair, float(z)) for each, z in zip(proposals, log_constants, strict=True)]
+        [log_density(each, together, keys, pair, float(z)) for each, z in zip(proposals, log_constants, strict=True)]
     )
     numerator = log_numerator(direction, epsilon, loss)
     return Drawn(numerator, densities, auxiliary - log_constants[origin], origin), log_constants
@@ -251,10 +252,14 @@ def _promise(
     drawn: Drawn,
 ) -> Mixture:
     """The mixture of the proposals with a positive share: its bound, and its mean and variance in the pilot."""
-    values = _values(drawn, shares)
+    values, even = _values(drawn, shares), _values(drawn, np.full(len(shares), 1.0 / len(shares)))
     kept = np.flatnonzero(shares)
-    mean = sum(float(shares[k] * values[drawn.origin == k].mean()) for k in kept)
-    second = sum(float(shares[k] * np.square(values[drawn.origin == k]).mean()) for k in kept)
+    mean = float(even.mean())
+    # E_R[X²] in two ways: from the draws of the kept proposals alone, which sees the noise of A, and from all draws,
+    # which sees the events that the kept proposals would only meet with more draws.
+    own = sum(float(shares[k] * np.square(values[drawn.origin == k]).mean()) for k in kept)
+    everyone = float(np.mean(even * values * np.exp(-drawn.auxiliary)))
+    second = max(own, everyone)
     chosen = tuple(proposals[k] for k in kept)
     most = _most(pair, direction, epsilon, chosen, shares[kept], log_constants[kept])
     return Mixture(chosen, shares[kept], log_constants[kept], most, mean, max(second - mean**2, 0.1 * mean**2))

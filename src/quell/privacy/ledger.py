@@ -1,10 +1,11 @@
 """What an accountant must be able to do for one strategy under one sampling scheme, and the searches over it.
 
 A `Ledger` gives δ at (σ, ε) twice: an estimate, cheap enough to search with, and a certificate. Searching with
-certificates would void them: among many tries one succeeds by luck. So the search runs on estimates, and only then a
-short ladder of noise levels, fixed before the certificate's draws are looked at, is certified from the bottom; every
-rung has its share of the failure probability, so that all of them together fail no more often than is stated. Choosing
-between several strategies by their certificates is luck of the same kind: `comparisons` says between how many.
+certificates would void them: among many tries one succeeds by luck. So the search runs on estimates and on forecasts of
+where certificates will come out, and only then a short ladder of noise levels, fixed before the certificate's draws are
+looked at, is certified from the bottom; every rung has its share of the failure probability, so that all of them
+together fail no more often than is stated. Choosing between several strategies by their certificates is luck of the
+same kind: `comparisons` says between how many.
 
 The failure probability is 1% of δ by default and part of the δ that is reported. Noise levels are rounded up to five
 digits, so that they do not depend on the last bits of anybody's arithmetic.
@@ -22,8 +23,8 @@ from quell.privacy.guarantee import Certificate
 from quell.sensitivity import Sensitivity
 
 FAILURE_SHARE = 0.01  # of δ
-_RUNGS = (0.0, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.08, 0.12)
-_STEEPNESS = 20.0  # about −d ln δ/d ln σ, where nothing better is known
+_RUNGS = (0.0, 0.0015, 0.003, 0.006, 0.012, 0.025, 0.06, 0.15)
+_SIGMA_SLOPE, _EPSILON_SLOPE = -20.0, -8.0  # about d ln δ/d ln σ and d ln δ/d ln ε, where nothing better is known
 
 
 class Ledger(Protocol):
@@ -44,7 +45,7 @@ class Ledger(Protocol):
         """δ, about, and its relative error."""
 
     def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
-        """About the upper end that `certify` will give; 0 where asking costs as much as certifying."""
+        """About the upper end that `certify` will give; asked only where certificates come from draws."""
 
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
         """δ in a bracket; `failure` is ignored where nothing is drawn."""
@@ -62,51 +63,46 @@ def estimate_sigma(ledger: Ledger, epsilon: float, delta: float) -> tuple[float,
         lambda sigma, careful: ledger.estimate(sigma, epsilon, careful),
         ledger.guess(epsilon, delta),
         delta,
-        -_STEEPNESS,
+        _SIGMA_SLOPE,
         ledger.safe_sigma(epsilon, delta),
     )
 
 
 def certified_sigma(ledger: Ledger, epsilon: float, delta: float, comparisons: int) -> tuple[float, Certificate]:
     """The least noise that can be certified to be (epsilon, delta)-DP, to within the ladder's steps."""
-    most = ledger.safe_sigma(epsilon, delta)
     allowed, failure = _budget(ledger, delta, comparisons)
-    start = 1.0003  # beyond the tolerance of the search
-    if ledger.statistical:
-        about, error = estimate_sigma(ledger, epsilon, allowed)
-        start = (1.06 + min(error, 0.06)) ** (1.0 / _STEEPNESS)  # the width of a certificate, turned into noise
-    else:
-        about, _ = estimate_sigma(ledger, epsilon, delta)
-
-    found = _climb(
-        [round_up(about * start * (1 + rung)) for rung in _RUNGS],
+    about, _ = estimate_sigma(ledger, epsilon, allowed)
+    return _certified(
+        ledger,
         lambda sigma: ledger.forecast(sigma, epsilon, failure),
         lambda sigma: ledger.certify(sigma, epsilon, failure),
-        allowed,
-        _STEEPNESS,
-        most,
+        about,
+        ledger.safe_sigma(epsilon, delta),
+        _SIGMA_SLOPE,
+        delta,
     )
-    return (most, _plain(delta)) if found is None else (found[0], _total(found[1], delta))
 
 
 def certified_epsilon(ledger: Ledger, sigma: float, delta: float, comparisons: int) -> tuple[float, Certificate]:
     """The least ε that can be certified for this noise and delta, to within the ladder's steps."""
-    most = ledger.safe_epsilon(sigma, delta)
     allowed, failure = _budget(ledger, delta, comparisons)
-    about, error = _crossing(
-        lambda epsilon, careful: ledger.estimate(sigma, epsilon, careful), max(0.02, 0.5 * most), allowed, -8.0, most
+    most = ledger.safe_epsilon(sigma, delta)
+    about, _ = _crossing(
+        lambda epsilon, careful: ledger.estimate(sigma, epsilon, careful),
+        max(0.02, 0.5 * most),
+        allowed,
+        _EPSILON_SLOPE,
+        max(most, 0.02),
     )
-    start = (1.06 + min(error, 0.06)) ** (1.0 / 8.0) if ledger.statistical else 1.0
-
-    found = _climb(
-        [round_up(about * start * (1 + 2 * rung)) for rung in _RUNGS],
+    return _certified(
+        ledger,
         lambda epsilon: ledger.forecast(sigma, epsilon, failure),
         lambda epsilon: ledger.certify(sigma, epsilon, failure),
-        allowed,
-        8.0,
+        about,
         most,
+        _EPSILON_SLOPE,
+        delta,
     )
-    return (most, _plain(delta)) if found is None else (found[0], _total(found[1], delta))
 
 
 def certified_delta(ledger: Ledger, sigma: float, epsilon: float, comparisons: int) -> tuple[float, Certificate]:
@@ -165,56 +161,56 @@ def _plain(delta: float) -> Certificate:
     return Certificate(0.0, delta, "analytic Gaussian mechanism, no amplification certified")
 
 
-def _climb(
-    ladder: list[float],
+def _certified(
+    ledger: Ledger,
     forecast: Callable[[float], float],
-    attempt: Callable[[float], Certificate],
-    allowed: float,
-    steepness: float,
+    certify: Callable[[float], Certificate],
+    about: float,
     most: float,
-) -> tuple[float, Certificate] | None:
-    """The lowest rung that is certified, skipping those that a forecast or the last certificate makes hopeless."""
+    slope: float,
+    delta: float,
+) -> tuple[float, Certificate]:
+    """The lowest rung that is certified, skipping those that the last certificate makes hopeless; or `most`."""
+    allowed, _ = _budget(ledger, delta, 1)
+    about *= 1.0003  # beyond the tolerance of the search
+    if ledger.statistical:
+        about, _ = _crossing(lambda x, _: (forecast(x), 0.0), about * 1.06 ** (-1 / slope), allowed, slope, most)
     hopeless = 0.0
-    for rung in ladder:
+    for rung in [round_up(about * (1 + step)) for step in _RUNGS]:
         if rung >= most:
-            return None
+            break
         if rung < hopeless:
             continue
-        upper = forecast(rung)
-        if upper <= allowed * 1.02:
-            certificate = attempt(rung)
-            if certificate.upper <= allowed:
-                return rung, certificate
-            upper = certificate.upper
-        hopeless = rung * min(1.05, (upper / allowed) ** (0.7 / steepness))
-    return None
+        certificate = certify(rung)
+        if certificate.upper <= allowed:
+            return rung, _total(certificate, delta)
+        hopeless = rung * min(1.05, (certificate.upper / allowed) ** (-0.7 / slope))
+    return most, _plain(delta)
 
 
 def _crossing(
     function: Callable[[float, bool], tuple[float, float]], start: float, goal: float, slope: float, most: float
 ) -> tuple[float, float]:
-    """Where a falling function reaches `goal`, by secants between logarithms; a rough pass, then a careful one."""
-    x, error = math.log(min(start, most)), 1.0
-    low, high = -math.inf, math.log(most)
-    for careful, rounds, close in ((False, 9, 0.15), (True, 4, 0.01)):
+    """Where a falling function reaches `goal`, by secants between logarithms; a rough pass, then a careful one.
+
+    Where secants creep, as at the edge of a plateau, the bracket is halved instead.
+    """
+    x, error, top = math.log(min(start, most)), 1.0, math.log(most)
+    for careful, rounds, close in ((False, 12, 0.15), (True, 6, 0.01)):
+        low, high = -math.inf, math.inf  # the careful function may disagree with the rough one's bracket
         last: tuple[float, float] | None = None
-        for _ in range(rounds):
+        for turn in range(rounds):
             value, error = function(math.exp(x), careful)
             gap = math.log(max(value, 1e-290) / goal)
-            if gap > 0:
-                low = max(low, x)
-            else:
-                high = min(high, x)
+            low, high = (x, high) if gap > 0 else (low, x)
             if last is not None and abs(x - last[0]) > 1e-9:
                 measured = (gap - last[1]) / (x - last[0])
                 slope = measured if measured < -0.5 else slope
             last = x, gap
-            step = min(max(-gap / slope, -1.5), 1.5)
-            if abs(gap) < close or (high - low) < 1e-5:
-                x = min(x + step, math.log(most))
+            wanted = min(x + min(max(-gap / slope, -1.5), 1.5), top)
+            if abs(gap) < close or high - low < 1e-4 or x == wanted == top:
+                x = wanted
                 break
-            wanted = x + step
-            x = wanted if low < wanted < high else (0.5 * (low + high) if math.isfinite(low) else wanted)
-            x = min(x, math.log(most))
-        low, high = x - 0.2, math.log(most)  # the careful estimate may disagree with the rough one's bracket
+            halve = math.isfinite(high - low) and (turn > 5 or not low < wanted < high)
+            x = 0.5 * (low + high) if halve else wanted
     return math.exp(x), error

@@ -18,7 +18,8 @@ Two families are mixed:
   need not be: with the tuple kept as an auxiliary variable the weight is exact when ρ is replaced by ρ_θ·S^extra/Z and
   X is multiplied by A/Z, where A = Π E_π exp⟨m_π, what is there already⟩/σ², over the extras, is known for every draw
   and Z is any constant. By Hölder A ≤ Π_{i<extra} max_π' E_π exp((θ+i)·⟨m_π, m_π'⟩/σ²).
-* `Mean(s)`: N(s·m̄, σ²I), m̄ = E_π m_π. Its density is exp(s·ū − s²·ā), ū = E_π u_π, ā = ‖m̄‖²/2σ². For s < 0 it
+  Instead of extras a tilt can have a shift s·m̄, m̄ = E_π m_π, which proves nothing but often meets the event.
+* `Mean(s)`: N(s·m̄, σ²I). Its density is exp(s·ū − s²·ā), ū = E_π u_π, ā = ‖m̄‖²/2σ². For s < 0 it
   bounds weights where S is small: S ≥ exp(ū − ᾱ) by Jensen, ᾱ = E α_π, hence ρ ≥ exp(s·(L + ᾱ) − s²·ā).
 
 Each family bounds X on the whole event, because ρ is at least its own share w·ρ_k of the mixture:
@@ -48,10 +49,11 @@ _ROUNDING = 1e-9  # added to the logarithm of every bound
 
 @dataclass(frozen=True)
 class Tilt:
-    """Towards the example: one pattern θ times, and `extra` patterns drawn to go with it."""
+    """Towards the example: one pattern θ times, and with it `extra` patterns drawn to match, or a shift along m̄."""
 
     theta: float
     extra: int = 0
+    shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,16 @@ class Mean:
 
 
 Proposal = Tilt | Mean
+Key = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws from one proposal, reduced to what weights depend on; all (m,) but `powers`, (thetas, m)."""
+    """Draws from one proposal, reduced to what weights depend on; all (m,) but `powers`, (keys, m)."""
 
     loss: Array  # L
     drift: Array  # ū = E_π u_π
-    powers: Array  # ln ρ_θ for the thetas asked for
+    powers: Array  # ln E_π exp(θu_π − θ²α_π − θ·shift·⟨m_π, m̄⟩/σ²) for the keys (θ, shift) asked for
     auxiliary: Array  # ln A, zero where there are no extras
 
 
@@ -100,7 +103,7 @@ class Pair(Protocol):
     def log_most(self, tilt: Tilt) -> float:
         """An upper bound of ln A; inf where none is known."""
 
-    def draw(self, proposal: Proposal, thetas: tuple[float, ...], count: int, random: np.random.Generator) -> Draws:
+    def draw(self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator) -> Draws:
         """Draws from one proposal."""
 
 
@@ -112,7 +115,7 @@ def log_kappa(order: float) -> float:
 def log_bound(proposal: Proposal, pair: Pair, direction: Direction, epsilon: float, log_constant: float) -> float:
     """ln of the bound on X·w that this proposal proves; inf where it proves none."""
     match proposal:
-        case Tilt(theta=theta, extra=extra) if direction == "remove":
+        case Tilt(theta=theta, extra=extra, shift=0.0) if direction == "remove":
             c = theta + extra
             return log_kappa(c) - (c - 1) * epsilon + theta * (theta - 1) * pair.heaviest + log_constant + _ROUNDING
         case Mean(shift=shift) if direction == "add" and shift < 0:
@@ -167,25 +170,31 @@ def candidates(pair: Pair, direction: Direction, epsilon: float) -> list[Proposa
         shifts = sorted({round(s, 3) for s in (low, 0.5 * (low + high), high, 1.3 * high)})
         return [Mean(-low), *(Mean(-s) for s in shifts if abs(s - low) > 0.05 * low)]
     extra, theta = best_extra(pair, epsilon), best_power(pair, epsilon)
-    # One pattern alone must make up for all others: L ≥ ε as soon as u − α ≥ ε + ln 1/probability.
-    alone = min(8.0, max(1.1, 0.5 + (epsilon + pair.rarest) / (2 * pair.heaviest)))
+    # One pattern alone, the others staying as they are: L ≥ ε as soon as u − α ≥ ln (e^ε − 1) + ln 1/probability.
+    needed = epsilon + math.log(-math.expm1(-epsilon)) + pair.rarest if epsilon > 0 else pair.rarest
+    alone = min(8.0, max(1.1, 0.5 + needed / (2 * pair.heaviest)))
     chosen = [Tilt(1.0, extra)] if extra else [Tilt(theta)]
     powers = {round(alone, 2), round(0.5 * (1 + alone), 2), *([round(theta, 2)] if theta > 1.05 else [])}
     chosen += [Tilt(power) for power in sorted(powers) if Tilt(power) not in chosen]
     if extra > 1:
         chosen += [Tilt(1.5, extra), Tilt(2.0, extra), Tilt(3.0, extra - 1)]  # where one cluster of bins matters most
-    spread = min(full, 3.0 * max(extra, 2))
-    return [*chosen, Mean(0.6 * spread), Mean(spread)]
+    both = [Tilt(round(max(1.1, 0.6 * alone), 2), 0, 0.5 * full), Tilt(round(0.9 * alone, 2), 0, 0.15 * full)]
+    return [*chosen, *both, Mean(0.5 * full), Mean(full)]
 
 
-def log_density(proposal: Proposal, draws: Draws, thetas: tuple[float, ...], pair: Pair, log_constant: float) -> Array:
+def keys_of(proposals: tuple[Proposal, ...]) -> tuple[Key, ...]:
+    """The (θ, shift) that the densities of these proposals need; (1, 0) is the loss itself."""
+    return tuple(sorted({(each.theta, each.shift) for each in proposals if isinstance(each, Tilt)} - {(1.0, 0.0)}))
+
+
+def log_density(proposal: Proposal, draws: Draws, keys: tuple[Key, ...], pair: Pair, log_constant: float) -> Array:
     """ln ρ at the draws, or what takes its place where there are extras."""
-    match proposal:
-        case Tilt(theta=theta, extra=extra):
-            first = draws.loss if theta == 1.0 else draws.powers[thetas.index(theta)]
-            return first + extra * draws.loss - log_constant
-        case Mean(shift=shift):
-            return shift * draws.drift - shift * shift * pair.centre
+    along = proposal.shift * draws.drift - proposal.shift**2 * pair.centre
+    if isinstance(proposal, Mean):
+        return along
+    key = proposal.theta, proposal.shift
+    first = draws.loss if key == (1.0, 0.0) else draws.powers[keys.index(key)]
+    return first + proposal.extra * draws.loss - log_constant + along
 
 
 def log_numerator(direction: Direction, epsilon: float, loss: Array) -> Array:

@@ -4,7 +4,26 @@
 imported by `make_private` alone, and only for the ways of clipping that are Opacus's.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from quell.torch.clipping import clipped_sum
 from quell.torch.noise import CorrelatedNoise
 
-__all__ = ["CorrelatedNoise", "clipped_sum"]
+if TYPE_CHECKING:
+    from quell.torch.checks import PlanMismatchWarning
+    from quell.torch.private import make_private
+    from quell.torch.report import PrivacyReport
+
+__all__ = ["CorrelatedNoise", "PlanMismatchWarning", "PrivacyReport", "clipped_sum", "make_private"]
+
+# Loaded on first use: they need the accountants, the parts above do not.
+_HOMES = {"PlanMismatchWarning": "checks", "PrivacyReport": "report", "make_private": "private"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quell.torch' has no attribute {name!r}")
+    return getattr(import_module(f"quell.torch.{_HOMES[name]}"), name)

@@ -78,13 +78,13 @@ def require_clip_norm(max_grad_norm: float) -> float:
 
 def example_norms(gradients: Mapping[str, Tensor]) -> Tensor:
     """(examples,) the float32 norm of each example's whole gradient."""
-    norms = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float32) for g in _with_rows(gradients)]
+    norms = [torch.linalg.vector_norm(_rows(g), dim=1, dtype=torch.float32) for g in gradients.values()]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 def add_weighted(total: Tensor, weights: Tensor, gradient: Tensor) -> None:
     """total += Σ_i weights_i · gradient_i, in float32 and without another buffer of the gradient's size."""
-    rows = gradient.reshape(len(gradient), -1)
+    rows = _rows(gradient)
     if rows.dtype != torch.float32:
         rows = rows.float()
     total.view(-1).addmv_(rows.t(), weights)
@@ -109,10 +109,9 @@ def _sum(
     return totals, sound
 
 
-def _with_rows(gradients: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """A parameter without dimensions has per-example gradients of shape (examples,): give them a second one."""
-    for gradient in gradients.values():
-        yield gradient.unsqueeze(1) if gradient.dim() == 1 else gradient
+def _rows(gradient: Tensor) -> Tensor:
+    """(examples, elements), also for a parameter without dimensions and for no examples at all."""
+    return gradient.unsqueeze(1) if gradient.dim() == 1 else gradient.flatten(1)
 
 
 def _examples(batch: tuple[Any, ...]) -> int:

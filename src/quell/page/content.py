@@ -1,0 +1,126 @@
+"""What the page says about a plan, as plain data: sentences, a table, curves and the privacy statement.
+
+Everything here is text or numbers; how it looks is the template's business. Text is inserted into the page as text,
+never as markup.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quell import __version__
+from quell.errors import at_least
+from quell.mechanism import Mechanism
+from quell.page.curves import cancellation_curves, epsilon_curve, error_curve
+from quell.planning import Plan, fits
+from quell.privacy import Guarantee
+from quell.report import details, label, recommendation
+from quell.sampling import Cyclic
+
+_BATCHES = {
+    "cyclic": "Batches are fixed: the same ones in the same order in every epoch.",
+    "balls_in_bins": "Every example is put into one batch of the epoch at random, once, and stays there.",
+    "poisson": "At every step each example joins the batch by its own random coin, independently of all others.",
+    "cyclic_poisson": "Every example belongs to one group; groups take turns, and members join by their own coin.",
+    "b_min_sep": "Each example joins by its own random coin, after a fixed pause since it was last used.",
+}
+_NEIGHBOURS = {
+    "zero-out": "The comparison is with the same run in which this one example's gradient is set to zero (zero-out).",
+    "add-remove": "The comparison is with the same run on the data without this one example (add-remove).",
+}
+
+
+def content_of(plan: Plan, with_estimates: bool = True) -> dict[str, Any]:
+    """The page's data, ready for JSON; estimates of ε for other noise are made for the recommended mechanism only."""
+    setup, problem = plan.setup, plan.problem
+    return {
+        "version": __version__,
+        "setup": f"{setup.examples:,} examples, batches of {setup.batch_size:,}, {setup.epochs:,} epochs: "
+        f"{setup.steps:,} steps. Target: ({setup.epsilon:g}, {setup.delta:g})-differential privacy.",
+        "recommendation": recommendation(plan).splitlines(),
+        "notes": [f"{note}." for note in setup.notes],
+        "privacy": privacy_statement(plan),
+        "steps": setup.steps,
+        "lower_bound": problem.lower_bound,
+        "recommended": plan.recommended,
+        "frontier": _frontier(plan.mechanisms),
+        "baseline": _row(plan, problem.dpsgd, False),
+        "mechanisms": [
+            _row(plan, mechanism, with_estimates and index == plan.recommended)
+            for index, mechanism in enumerate(plan.mechanisms)
+        ],
+    }
+
+
+def privacy_statement(plan: Plan) -> list[dict[str, str]]:
+    """What is promised, to whom, and on which conditions, for someone who does not read formulas."""
+    guarantee = plan.mechanism.guarantee
+    epsilon, delta = at_least(guarantee.epsilon), at_least(guarantee.delta)
+    hidden = "the secret key of the noise and the gradients before noise is added"
+    if guarantee.sampling != Cyclic.name:
+        hidden += ", and which examples were in which batch"
+    statement = {
+        "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
+        f"without any one example: no conclusion becomes more or less likely by more than a factor e^ε, ε = {epsilon}, "
+        f"except with probability δ = {delta}.",
+        "Who is protected": f"Each single example. {_NEIGHBOURS[guarantee.adjacency]} A person who contributed several "
+        "examples is protected less.",
+        "How batches must be formed": f"{_BATCHES[guarantee.sampling]} The promise is void for batches formed in "
+        f"another way. (Scheme: {guarantee.sampling}.)",
+        "What an adversary may see": "Every noisy update and every intermediate model, this plan, the code, and all "
+        "other examples.",
+        "What must stay hidden": f"From everyone who should learn nothing: {hidden}.",
+        "What training must do": "Clip each example's gradient, and add the planned noise to every step: noise "
+        f"multiplier {at_least(plan.mechanism.noise_multiplier)} times the clip norm, correlated "
+        f"as {label(plan.mechanism)} prescribes. quell verify recomputes these numbers from a saved plan.",
+        "How it is known": _proof(guarantee),
+        "What is not covered": "Groups of examples, choices made by looking at the private data (such as tuned "
+        "learning rates), and what the data as a whole reveal about anyone, in it or not.",
+    }
+    return [{"title": title, "text": text} for title, text in statement.items()]
+
+
+def _frontier(mechanisms: tuple[Mechanism, ...]) -> list[int]:
+    """Those that no other beats with as little memory, least memory first."""
+    found: list[int] = []
+    for index in sorted(range(len(mechanisms)), key=lambda i: (mechanisms[i].buffers, mechanisms[i].rmse)):
+        if not found or mechanisms[index].rmse < mechanisms[found[-1]].rmse:
+            found.append(index)
+    return found
+
+
+def _proof(guarantee: Guarantee) -> str:
+    text = f"By the {guarantee.method}, with {guarantee.sensitivity.kind} sensitivity."
+    if guarantee.failure_probability:
+        text += (
+            f" Random draws of the accountant may mislead it with probability {guarantee.failure_probability:.1g}; "
+            "that is already part of δ."
+        )
+    return text
+
+
+def _row(plan: Plan, mechanism: Mechanism, with_estimates: bool) -> dict[str, Any]:
+    """One mechanism: the numbers of its table row, and its curves."""
+    problem = plan.problem
+    return {
+        "label": label(mechanism),
+        "family": mechanism.name,
+        "sigma": at_least(mechanism.noise_multiplier, 4),
+        "rmse": mechanism.rmse,
+        "maxse": mechanism.maxse,
+        "gain": problem.dpsgd.rmse / mechanism.rmse,
+        "gap": mechanism.rmse / problem.lower_bound,
+        "buffers": mechanism.buffers,
+        "draws": mechanism.draws,
+        "sampling": mechanism.guarantee.sampling,
+        "certified": mechanism.guarantee.certified,
+        "fits": fits(plan.setup, mechanism),
+        "details": details(problem, mechanism).splitlines(),
+        "planned": {
+            "sigma": float(at_least(mechanism.noise_multiplier, 5)),
+            "epsilon": float(at_least(mechanism.guarantee.epsilon, 5)),
+        },
+        "error": error_curve(mechanism, problem.workload),
+        "cancellation": cancellation_curves(mechanism.strategy, problem.workload),
+        "epsilon": epsilon_curve(problem, mechanism, with_estimates),
+    }

@@ -1,0 +1,170 @@
+"""What `quell serve` computes: a request's parameters, checked, into a set-up, and that into a plan.
+
+A person who drags a slider sends many requests and wants the answer to the last one. `Desk` computes one plan at a
+time and abandons a computation as soon as the same page has asked for something newer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import count
+from threading import Lock
+from typing import Any
+from urllib.parse import parse_qsl
+
+from quell.errors import QuellError
+from quell.page.content import content_of
+from quell.planning import Plan, fits, make_plan, problem_of, recommend
+from quell.progress import announce, listening
+from quell.sampling import SCHEMES, Cyclic
+from quell.setup import Setup
+from quell.strategy import FAMILIES, Limits
+
+UNLIMITED = "unlimited"
+_RANGES = {  # of what the page may ask for, ends included
+    "examples": (1, 10**9),
+    "batch_size": (1, 10**9),
+    "epochs": (1, 10_000),
+    "epsilon": (0.01, 1000),
+    "delta": (1e-30, 0.5),
+    "momentum": (0, 0.999),
+    "memory": (0, 10**6),
+}
+_WHOLE = ("examples", "batch_size", "epochs")
+_MOST_STEPS = 100_000  # a page should answer within seconds
+_LONG = 10_000  # steps beyond which a draft keeps to mechanisms that are priced in milliseconds
+_QUICK = ("identity", "lambda_cgd", "bisr")
+_QUICK_IF_SHORT = ("fractional", "band_inv")
+_MOST_PAGES = 64  # whose latest request is remembered
+
+_STOPS: dict[str, tuple[float | str, ...]] = {
+    "epsilon": (0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32),
+    "epochs": (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100),
+    "batch_size": (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384),
+    "memory": (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256, UNLIMITED),
+}
+_LABELS = {
+    "epsilon": "Privacy budget ε",
+    "epochs": "Epochs",
+    "batch_size": "Batch size",
+    "memory": "Memory for noise (model copies)",
+    "examples": "Examples",
+    "delta": "δ",
+    "momentum": "Momentum",
+    "sampling": "How batches are formed",
+}
+
+
+class SupersededError(Exception):
+    """The same page has asked for something newer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One checked request: the set-up, whether a quick draft will do, and which open page asks."""
+
+    setup: Setup
+    draft: bool
+    page: str
+
+
+def read_question(query: str, fixed: Setup) -> Question:
+    """The question in a query string; what the page does not ask about is as in `fixed`."""
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=len(_LABELS) + 2)
+    except ValueError:
+        raise QuellError("the request must have the form /plan?epsilon=8&epochs=10") from None
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise QuellError("a parameter is given twice: give each once")
+    if unknown := sorted(set(given) - {*_LABELS, "kind", "page"}):
+        raise QuellError(f"there is no parameter {unknown[0][:40]!r}: use {', '.join(_LABELS)}")
+    kind, page = given.pop("kind", "full"), given.pop("page", "")
+    if kind not in ("draft", "full"):
+        raise QuellError(f"kind={kind[:40]!r} must be draft or full")
+    changes: dict[str, Any] = {
+        name: text if name == "sampling" else _number(name, text) for name, text in given.items()
+    }
+    setup = dataclasses.replace(fixed, **changes)
+    if setup.steps > _MOST_STEPS:
+        raise QuellError(
+            f"a run of {setup.steps:,} steps is too long for a live page, which answers up to {_MOST_STEPS:,}: "
+            "use larger batches or fewer epochs, or quell plan --html"
+        )
+    return Question(setup, kind == "draft", page[:40])
+
+
+def controls(setup: Setup) -> list[dict[str, Any]]:
+    """The page's sliders and fields, set to this run."""
+    found: list[dict[str, Any]] = []
+    for name, label in _LABELS.items():
+        value = getattr(setup, name)
+        if name == "memory" and value is None:
+            value = UNLIMITED
+        control: dict[str, Any] = {"name": name, "label": label, "value": value}
+        if name in _STOPS:
+            control["stops"] = sorted({*_STOPS[name], value}, key=lambda stop: (stop == UNLIMITED, stop))
+        if name == "sampling":
+            control["options"] = [*SCHEMES, "best"]
+        found.append(control)
+    return found
+
+
+def draft_plan(setup: Setup) -> Plan:
+    """A plan among the mechanisms that need no search, under fixed batches: valid as it stands, but seldom the best."""
+    setup = dataclasses.replace(setup, sampling=Cyclic.name)
+    problem = problem_of(setup)
+    limits = Limits(problem.cycle.participation, setup.buffer_limit, setup.draws)
+    best = []
+    for name in _QUICK if setup.steps > _LONG else (*_QUICK, *_QUICK_IF_SHORT):
+        announce(name)
+        priced = [problem.price(name, **options) for options in FAMILIES[name].candidates(problem.workload, limits)]
+        best += sorted(priced, key=lambda mechanism: (not fits(setup, mechanism), mechanism.rmse))[:1]
+    rows = sorted(best, key=lambda mechanism: mechanism.rmse)
+    return Plan(setup, tuple(rows), recommend(setup, rows))
+
+
+class Desk:
+    """Answers one question at a time; of each page only the latest."""
+
+    def __init__(self) -> None:
+        self._working, self._writing = Lock(), Lock()
+        self._tickets = count()
+        self._latest: dict[str, int] = {}
+
+    def answer(self, question: Question) -> dict[str, Any]:
+        """The content of the plan; `SupersededError` once the same page has asked for another."""
+        ticket = self._ticket(question.page)
+
+        def still_wanted(*_: object) -> None:
+            if self._latest.get(question.page) != ticket:
+                raise SupersededError
+
+        with self._working, listening(still_wanted):
+            still_wanted()
+            plan = draft_plan(question.setup) if question.draft else make_plan(question.setup, still_wanted)
+            still_wanted()
+            return content_of(plan, with_estimates=False)
+
+    def _ticket(self, page: str) -> int:
+        with self._writing:
+            ticket = next(self._tickets)
+            self._latest.pop(page, None)
+            self._latest[page] = ticket
+            if len(self._latest) > _MOST_PAGES:
+                del self._latest[next(iter(self._latest))]  # the page that has been silent longest
+            return ticket
+
+
+def _number(name: str, text: str) -> float | int | None:
+    if name == "memory" and text == UNLIMITED:
+        return None
+    low, high = _RANGES[name]
+    try:
+        value = int(text) if name in _WHOLE else float(text)
+    except ValueError:
+        kind = "a whole number" if name in _WHOLE else "a number"
+        raise QuellError(f"{name}={text[:40]!r} must be {kind}") from None
+    if not low <= value <= high:
+        raise QuellError(f"{name}={value:g} must lie between {low:g} and {high:g}")
+    return value

@@ -1,0 +1,158 @@
+"use strict";
+// Small line charts as inline SVG. A chart is drawn anew whenever its data change; nothing is kept in between.
+
+const SVG = "http://www.w3.org/2000/svg";
+const WIDTH = 480, HEIGHT = 300, LEFT = 58, RIGHT = 14, TOP = 10, BOTTOM = 44;
+
+function make(parent, tag, attributes = {}, text = null) {
+  const node = parent.namespaceURI === SVG || tag === "svg"
+    ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== null) node.textContent = text;
+  parent.append(node);
+  return node;
+}
+
+function show(value) {
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(2);
+  return Number(value.toPrecision(4)).toLocaleString("en");
+}
+
+// Scales turn a value into something linear: "count" is a logarithm that has room for zero.
+const SCALES = {
+  linear: { to: v => v, from: v => v },
+  log: { to: v => Math.log10(v), from: v => 10 ** v },
+  count: { to: v => Math.log10(1 + v), from: v => 10 ** v - 1 },
+};
+
+function axis(kind, values, start, end) {
+  const scale = SCALES[kind];
+  let low = scale.to(Math.min(...values)), high = scale.to(Math.max(...values));
+  const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+  low -= margin; high += margin;
+  return {
+    place: value => start + (scale.to(value) - low) / (high - low) * (end - start),
+    ticks: (kind === "linear" ? linearTicks(low, high) : logTicks(scale.from(low), scale.from(high), kind)),
+  };
+}
+
+function linearTicks(low, high) {
+  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
+  const ticks = [];
+  for (let i = Math.ceil(low / step); i * step <= high; i++) ticks.push(Number((i * step).toPrecision(12)));
+  return ticks;
+}
+
+function logTicks(low, high, kind) {
+  const decades = Math.log10(Math.max(high, 1e-300) / Math.max(low, kind === "count" ? 1 : 1e-300));
+  const steps = decades > 4 ? [1] : decades > 1.2 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 8];
+  const ticks = kind === "count" && low <= 0 ? [0] : [];
+  const least = Math.max(low, kind === "count" ? 1 : low);
+  for (let power = Math.floor(Math.log10(least)); power <= Math.log10(high); power++)
+    for (const step of steps) {
+      const tick = Number((step * 10 ** power).toPrecision(12));
+      if (tick >= least && tick <= high && (kind !== "count" || Number.isInteger(tick))) ticks.push(tick);
+    }
+  return ticks;
+}
+
+// spec: {title, xLabel, yLabel, xScale, yScale, empty, describe(series, i),
+//        series: [{name, kind, x, y, line, dots, steps, onPick(i)}]}
+function drawChart(figure, spec) {
+  figure.replaceChildren();
+  const caption = make(figure, "figcaption", { id: `${figure.id}-title` }, spec.title);
+  const series = spec.series.filter(s => s.x.length);
+  if (!series.length) return void make(figure, "p", { class: "fine" }, spec.empty ?? "Nothing to show.");
+  const svg = make(figure, "svg", {
+    viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "chart", role: "img", tabindex: "0", "aria-labelledby": caption.id,
+    "aria-describedby": `${figure.id}-readout`,
+  });
+  const x = axis(spec.xScale, series.flatMap(s => s.x), LEFT, WIDTH - RIGHT);
+  const y = axis(spec.yScale, series.flatMap(s => s.y), HEIGHT - BOTTOM, TOP);
+  drawFrame(svg, x, y, spec);
+  const points = series.map(s => s.x.map((value, i) => [x.place(value), y.place(s.y[i])]));
+  series.forEach((s, at) => drawSeries(svg, s, points[at]));
+  drawLegend(figure, series);
+  const readout = make(figure, "output", { class: "readout fine", id: `${figure.id}-readout`, "aria-live": "polite" });
+  follow(svg, readout, series, points, spec.describe);
+}
+
+function drawFrame(svg, x, y, spec) {
+  const bottom = HEIGHT - BOTTOM;
+  let last = -Infinity;
+  for (const tick of x.ticks) {
+    const at = x.place(tick), text = show(tick);
+    make(svg, "line", { class: "grid", x1: at, x2: at, y1: TOP, y2: bottom });
+    if (at - last < 8 * text.length + 6) continue;
+    make(svg, "text", { x: at, y: bottom + 16, "text-anchor": "middle" }, text);
+    last = at;
+  }
+  last = Infinity;
+  for (const tick of y.ticks) {
+    const at = y.place(tick);
+    make(svg, "line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: at, y2: at });
+    if (last - at < 14) continue;
+    make(svg, "text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, show(tick));
+    last = at;
+  }
+  make(svg, "text", { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, spec.xLabel);
+  const middle = (TOP + bottom) / 2;
+  make(svg, "text", { x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` }, spec.yLabel);
+}
+
+function drawSeries(svg, s, points) {
+  if (s.line) {
+    const path = points.map(([px, py], i) => `${i ? (s.steps ? `H${px.toFixed(1)}V` : "L") : "M"}`
+      + `${i && s.steps ? py.toFixed(1) : `${px.toFixed(1)} ${py.toFixed(1)}`}`).join("");
+    make(svg, "path", { class: `series ${s.kind}`, d: path });
+  }
+  if (s.dots) points.forEach(([px, py], i) => {
+    const dot = make(svg, "circle", { class: `dot ${s.kind}`, cx: px, cy: py, r: s.kind ? 6 : 4.5 });
+    if (s.onPick) dot.addEventListener("click", () => s.onPick(i));
+  });
+}
+
+function drawLegend(figure, series) {
+  const list = make(figure, "ul", { class: "legend" });
+  for (const s of series) {
+    const item = make(list, "li");
+    const key = make(item, "svg", { viewBox: "0 0 30 10", "aria-hidden": "true" });
+    if (s.line) make(key, "path", { class: `series ${s.kind}`, d: "M0 5H30" });
+    if (s.dots) make(key, "circle", { class: `dot ${s.kind}`, cx: 15, cy: 5, r: 4.5 });
+    item.append(` ${s.name}`);
+  }
+}
+
+// The reading cursor: nearest point to the pointer, or moved with the arrow keys.
+function follow(svg, readout, series, points, describe) {
+  const cursor = make(svg, "circle", { class: "cursor", r: 6, visibility: "hidden" });
+  let at = 0, index = 0;
+  const move = (newAt, newIndex) => {
+    [at, index] = [newAt, newIndex];
+    const [px, py] = points[at][index];
+    for (const [name, value] of Object.entries({ cx: px, cy: py, visibility: "visible" })) cursor.setAttribute(name, value);
+    readout.textContent = describe(series[at], index);
+  };
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect();
+    const px = (event.clientX - box.left) / box.width * WIDTH, py = (event.clientY - box.top) / box.height * HEIGHT;
+    let best = [Infinity, 0, 0];
+    points.forEach((line, s) => line.forEach(([qx, qy], i) => {
+      const distance = (qx - px) ** 2 + (qy - py) ** 2;
+      if (distance < best[0]) best = [distance, s, i];
+    }));
+    move(best[1], best[2]);
+  });
+  svg.addEventListener("focus", () => move(at, Math.min(index, points[at].length - 1)));
+  svg.addEventListener("keydown", event => {
+    const turn = { ArrowRight: 1, ArrowLeft: -1 }[event.key], hop = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (turn) move(at, Math.min(Math.max(index + turn, 0), points[at].length - 1));
+    else if (hop) {
+      const next = (at + hop + series.length) % series.length;
+      move(next, Math.min(index, points[next].length - 1));
+    } else if ((event.key === "Enter" || event.key === " ") && series[at].onPick) series[at].onPick(index);
+    else return;
+    event.preventDefault();
+  });
+}

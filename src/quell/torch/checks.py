@@ -1,0 +1,106 @@
+"""What can be known before the first step: is this model, optimizer and data what the plan is about?
+
+What concerns privacy is an error. What concerns only how good the noise is for this optimizer is a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from quell.errors import QuellError
+
+if TYPE_CHECKING:
+    from quell.planning import Plan
+
+
+class PlanMismatchWarning(UserWarning):
+    """The optimizer is not the one that was planned for: the promise holds, the noise fits less well."""
+
+
+def trainable_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that will be trained, by name, in the optimizer's order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise QuellError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have: "
+                    "make the optimizer from model.parameters()"
+                )
+            if parameter.requires_grad:
+                found[names[id(parameter)]] = parameter
+    if not found:
+        raise QuellError("the optimizer has no trainable parameters: unfreeze some before make_private")
+    return found
+
+
+def refuse_batch_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        mixes = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        tracks = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        if mixes or tracks:
+            raise QuellError(
+                f"{name or 'the model'} is a {type(module).__name__}, which mixes the examples of a batch, so no "
+                "example's gradient can be clipped: use GroupNorm (opacus.validators.ModuleValidator.fix replaces it)"
+            )
+
+
+def refuse_other_data(plan: Plan, examples: int) -> None:
+    if examples != plan.setup.examples:
+        raise QuellError(
+            f"the data set has {examples:,} examples, but the plan is for {plan.setup.examples:,}: make a plan with "
+            f"examples={examples}"
+        )
+
+
+def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
+    """Say where momentum and weight decay are not the plan's, and what to plan instead."""
+    for message in optimizer_mismatches(plan, optimizer):
+        warnings.warn(message, PlanMismatchWarning, stacklevel=3)
+
+
+def optimizer_mismatches(plan: Plan, optimizer: Optimizer) -> list[str]:
+    setup = plan.setup
+    if not isinstance(optimizer, SGD):
+        return [
+            f"the plan's noise is shaped for SGD, and {type(optimizer).__name__} is not: privacy holds, but compare "
+            "with mechanism='identity' before you trust the plan's ranking"
+        ]
+    found = []
+    for group in optimizer.param_groups:
+        found += _group_mismatches(setup.momentum, setup.weight_decay, group)
+    return list(dict.fromkeys(found))
+
+
+def _group_mismatches(momentum: float, weight_decay: float, group: dict[str, Any]) -> list[str]:
+    found = []
+    if abs(group["momentum"] - momentum) > 1e-9:
+        found.append(
+            f"the optimizer has momentum {group['momentum']:g} and the plan {momentum:g}: plan with "
+            f"momentum={group['momentum']:g} for noise that fits"
+        )
+    factor = 1 - group["lr"] * group["weight_decay"]
+    if abs(factor - weight_decay) > 1e-7:
+        found.append(
+            f"the optimizer multiplies the weights by {factor:.8g} at every step (1 - lr*weight_decay) and the plan by "
+            f"{weight_decay:.8g}: plan with weight_decay={factor:.8g} for noise that fits"
+        )
+    return found
+
+
+def schedule_mismatch(plan: Plan, step: int, first_rate: float, rate: float) -> str | None:
+    """Whether the learning rate has moved otherwise than planned since the first step."""
+    rates = plan.setup.workload.rates
+    planned = 1.0 if rates is None else float(rates[step] / rates[0])
+    real = rate / first_rate if first_rate else 1.0
+    if abs(real - planned) <= 0.01 * planned:
+        return None
+    return (
+        f"at step {step:,} the learning rate is {real:.4g} times the first one, where the plan has {planned:.4g}: plan "
+        "with learning_rates= your schedule (one number per step) for noise that fits"
+    )

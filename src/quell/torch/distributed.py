@@ -1,0 +1,56 @@
+"""The few things ranks must agree on. A single process is a world of one, and torch.distributed stays untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quell.noise import Key
+
+
+def world() -> tuple[int, int]:
+    """(this rank, number of ranks)."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def share_key(key: Key | None) -> Key:
+    """Rank 0's key on every rank: noise and batches are functions of it. The process group must be trusted."""
+    rank, size = world()
+    if size > 1:
+        message: list[Any] = [(key.reveal(), key.seeded) if rank == 0 and key is not None else None]
+        torch.distributed.broadcast_object_list(message, src=0)
+        if rank:
+            secret, seeded = message[0]
+            return Key(secret, _seeded=seeded)
+    assert key is not None
+    return key
+
+
+def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
+    """Add up the tensors of all ranks, in place."""
+    if world()[1] > 1:
+        for waiting in [torch.distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            waiting.wait()
+
+
+def copy_from_first_rank(tensors: Sequence[Tensor]) -> None:
+    """Start every replica from the same weights."""
+    if world()[1] > 1:
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor.detach(), src=0)
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks, in their order."""
+    size = world()[1]
+    if size == 1:
+        return [value]
+    found: list[Any] = [None] * size
+    torch.distributed.all_gather_object(found, value)
+    return found

@@ -1,0 +1,143 @@
+"""Where clipped gradient sums come from: one small engine per way of clipping, all with the same face.
+
+An engine attaches itself to the model (which stays the user's own object), watches forward and backward passes, and
+`collect` hands over how many examples it saw since last time and the float32 sum of their clipped gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError
+from quell.torch.sharding import local
+
+
+class Engine:
+    """What the optimizer asks of a way of clipping."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str) -> None:
+        self.params = dict(params)
+        self.max_grad_norm = max_grad_norm
+        self.mean_loss = loss_reduction == "mean"
+        self._seen = 0
+        self._sums = self._zeros()
+
+    def collect(self) -> tuple[int, list[Tensor]]:
+        """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded."""
+        self.flush()
+        seen, sums = self._seen, self._sums
+        self._seen, self._sums = 0, self._zeros()
+        return seen, list(sums.values())
+
+    def discard(self) -> None:
+        """Forget gradients that were computed and not collected."""
+        self._seen, self._sums = 0, self._zeros()
+
+    def flush(self) -> None:
+        """Clip whatever finished backward passes have left."""
+        raise NotImplementedError
+
+    def _take(self, examples: int, sums: Mapping[str, Tensor]) -> None:
+        self._seen += examples
+        for name, value in sums.items():
+            self._sums[name] += value
+
+    def _zeros(self) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(local(p), dtype=torch.float32) for name, p in self.params.items()}
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward pass whose output was cut off: the loss's gradient arrives at `leaves` and waits there."""
+
+    leaves: list[Tensor]
+    made_by: Any  # what the engine needs to go on from there
+    stale: bool = field(default=False)
+
+
+class DeferredEngine(Engine):
+    """Engines that need the whole gradient of the loss with respect to the outputs before they go into the model.
+
+    The model's outputs are cut from its graph. The user's `backward` stops there, and the engine carries on: before the
+    next forward pass, or at the step. So the loop stays the user's, and a gradient that reaches a parameter around the
+    model, which could not be clipped, is noticed.
+    """
+
+    _open: Pass | None = None
+
+    def flush(self) -> None:
+        done, self._open = self._open, None
+        if done is None:
+            return
+        gradients = [leaf.grad for leaf in done.leaves]
+        if all(gradient is None for gradient in gradients):
+            done.stale = True
+            self._forget(done)
+            return
+        for name, parameter in self.params.items():
+            if parameter.grad is not None:
+                raise QuellError(
+                    f"the loss reaches {name} around the model's output, where it cannot be clipped: leave parameters "
+                    "out of the loss (weight decay belongs to the optimizer), or use clipping='flat'"
+                )
+        examples = _rows(done.leaves)
+        factor = examples if self.mean_loss else 1
+        weighted = [
+            torch.zeros_like(leaf) if gradient is None else gradient * factor
+            for leaf, gradient in zip(done.leaves, gradients, strict=True)
+        ]
+        self._take(examples, self._clip(done, weighted, examples))
+
+    def discard(self) -> None:
+        super().discard()
+        if self._open is not None and any(leaf.grad is not None for leaf in self._open.leaves):
+            self._forget(self._open)
+            self._open = None
+
+    def _cut(self, outputs: Any, made_by: Any = None) -> Any:
+        """The outputs as leaves of their own, remembered."""
+        flat, spec = pytree.tree_flatten(outputs)
+        leaves: list[Tensor] = []
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            leaf = value.detach().requires_grad_()
+            leaves.append(leaf)
+            return leaf
+
+        returned = pytree.tree_unflatten([cut(value) for value in flat], spec)
+        self._open = this = Pass(leaves, made_by)
+        for leaf in leaves:
+            leaf.register_hook(lambda gradient: _refuse_stale(this))
+        return returned
+
+    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
+        """Sums of clipped gradients, given the gradient of every example's own loss at the outputs."""
+        raise NotImplementedError
+
+    def _forget(self, done: Pass) -> None:
+        """Drop what was kept for a pass that is not going to be used."""
+
+
+def _refuse_stale(this: Pass) -> None:
+    if this.stale:
+        raise QuellError(
+            "the model was called twice before a backward pass: use one forward pass per loss, or clipping='flat'"
+        )
+
+
+def _rows(leaves: Sequence[Tensor]) -> int:
+    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves if leaf.grad is not None}
+    if len(sizes) != 1 or None in sizes:
+        raise QuellError(
+            f"the loss uses outputs of shapes {[tuple(leaf.shape) for leaf in leaves]}, which do not have one row per "
+            "example: let the model return such outputs and compute the loss outside, or use clipping='flat'"
+        )
+    return int(sizes.pop() or 0)

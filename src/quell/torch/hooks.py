@@ -1,0 +1,281 @@
+"""`clipping="flat"` and `clipping="ghost"`: per-example gradients, or only their norms, by Opacus's hooks.
+
+The one module that imports Opacus, when a mode that needs it is asked for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError
+
+try:
+    from opacus.grad_sample import GradSampleHooks
+    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleHooksFastGradientClipping
+    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
+        GradSampleHooksFastGradientClippingFSDP,
+    )
+    from opacus.optimizers import DPOptimizer
+except ImportError as missing:
+    raise QuellError(
+        "clipping='flat' and 'ghost' use Opacus: pip install 'quell[torch]', or use clipping='microbatch'"
+    ) from missing
+
+from quell.torch.clipping import clip_factors, sum_clipped
+from quell.torch.distributed import sum_over_ranks, world
+from quell.torch.engine import DeferredEngine, Engine, Pass
+from quell.torch.optimizer import PrivateOptimizer
+from quell.torch.sharding import is_sharded, local
+
+
+class OpacusOptimizer(PrivateOptimizer, DPOptimizer):
+    """An Opacus `DPOptimizer` in type and interface; clipping and noise are Quell's."""
+
+
+class FlatEngine(Engine):
+    """Whole per-example gradients (`p.grad_sample`), clipped at the step."""
+
+    def __init__(
+        self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
+    ) -> None:
+        super().__init__(params, max_grad_norm, loss_reduction)
+        _silence_first_layers()
+        self._hooks = GradSampleHooks(model, loss_reduction=loss_reduction, strict=False)
+
+    def flush(self) -> None:
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.params.items():
+            sample = parameter.grad_sample
+            if sample is not None:
+                found[name] = torch.cat(sample) if isinstance(sample, list) else sample
+        sizes = {len(gradient) for gradient in found.values()}
+        if len(sizes) > 1:
+            raise QuellError(
+                f"the layers saw different numbers of examples ({sorted(sizes)}): every input of a layer must have one "
+                "row per example"
+            )
+        if sizes:
+            with torch.no_grad():
+                held = {name: self.params[name] for name in found}
+                self._take(sizes.pop(), sum_clipped(lambda: iter([found]), held, self.max_grad_norm))
+        for parameter in self.params.values():
+            parameter.grad_sample = None
+
+    def discard(self) -> None:
+        super().discard()
+        for parameter in self.params.values():
+            parameter.grad_sample = None
+
+
+class GhostEngine(DeferredEngine):
+    """Norms first, without any per-example gradient; then one backward pass of the reweighted outputs.
+
+    Every parameter that gets a gradient in the second pass must have had its norm taken in the first, and on the first
+    batch the norm of one example's real gradient is compared with the norm that the hooks found: a parameter used
+    outside its layer would otherwise escape the clipping.
+    """
+
+    def __init__(
+        self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
+    ) -> None:
+        super().__init__(params, max_grad_norm, loss_reduction)
+        self.model = model
+        self.sharded = any(is_sharded(parameter) for parameter in params.values())
+        _refuse_ties(model)
+        if any(parameter.requires_grad for parameter in model.parameters(recurse=False)):
+            raise QuellError(
+                f"{type(model).__name__} holds parameters itself, outside its layers, where clipping='ghost' cannot "
+                "see them: wrap a single layer in nn.Sequential, or use clipping='microbatch'"
+            )
+        _silence_first_layers()
+        kind = _ShardedNorms if self.sharded else _Norms
+        self._hooks = kind(model, loss_reduction="sum", strict=False)
+        self._probed = False
+        model.register_forward_pre_hook(self._before, prepend=True)
+        model.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.flush()
+
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        if not module.training or not torch.is_grad_enabled():
+            return None
+        if any(getattr(parameter, "_forward_counter", 0) > 1 for parameter in self.params.values()):
+            raise QuellError(_TIED)
+        return self._cut(outputs, _tensors(outputs))
+
+    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
+        outputs: list[Tensor] = done.made_by
+        with torch.autocast(outputs[0].device.type, enabled=False):
+            self._hooks.forget_norms()
+            self._backward(outputs, gradients, keep=True)
+            with torch.no_grad():
+                norms, measured = self._hooks.norms(examples, outputs[0].device)
+            self._hooks.disable_hooks()
+            try:
+                self._probe(outputs, gradients, norms)
+                factors = clip_factors(norms, self.max_grad_norm)
+                self._backward(outputs, [_scaled(gradient, factors) for gradient in gradients], keep=False, take=True)
+            finally:
+                self._hooks.enable_hooks()
+        return self._sums_of(norms, measured)
+
+    def _backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: bool, take: bool = False) -> None:
+        torch.autograd.backward(outputs, gradients, retain_graph=keep)
+        if not take:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _sums_of(self, norms: Tensor, measured: set[int]) -> Mapping[str, Tensor]:
+        """What the second pass left in `p.grad`, refused where the first pass took no norm."""
+        factor = world()[1] if self.sharded else 1  # FSDP averages over the ranks
+        sums = {}
+        for name, parameter in self.params.items():
+            if parameter.grad is not None:
+                if self._hooks.label(name, parameter) not in measured:
+                    raise QuellError(f"{name} has a gradient but no norm: {_OUTSIDE}")
+                sums[name] = local(parameter.grad).float() * factor
+        if not bool(torch.isfinite(norms).all()) and not all(bool(torch.isfinite(s).all()) for s in sums.values()):
+            raise QuellError("an example's gradient is not finite: use clipping='flat' or 'microbatch', which drop it")
+        self._drop_gradients()
+        return sums
+
+    def _probe(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], norms: Tensor) -> None:
+        """Once: the gradient of the first example, computed alone, must have the norm that the hooks found."""
+        if self._probed:
+            return
+        alone = len(norms) > 0 and (not self.sharded or world()[0] == 0)
+        mask = torch.zeros_like(norms)
+        mask[:1] = float(alone)
+        self._backward(outputs, [_scaled(gradient, mask) for gradient in gradients], keep=True, take=True)
+        factor = world()[1] if self.sharded else 1
+        squares = [(local(p.grad).float() * factor).square().sum() for p in self.params.values() if p.grad is not None]
+        both = torch.stack([torch.stack(squares).sum(), norms[:1].square().sum() * alone]) if squares else mask[:0]
+        if self.sharded:
+            sum_over_ranks([both])
+        self._drop_gradients()
+        real, found = both.sqrt().tolist() if len(both) else (0.0, 0.0)
+        if not abs(real - found) <= 1e-3 * max(real, found):
+            raise QuellError(f"one example's gradient has norm {real:.4g}, its layers say {found:.4g}: {_OUTSIDE}")
+        self._probed = real > 0
+
+    def _forget(self, done: Pass) -> None:
+        self._hooks.forget_activations()
+
+
+class _Full32:
+    """Norms in bfloat16 are off by up to a percent, so there they are refused: the clip norm is a privacy bound."""
+
+    def rearrange_grad_samples(self, *, module: nn.Module, backprops: Tensor, **options: Any) -> Any:
+        activations, backprops = super().rearrange_grad_samples(module=module, backprops=backprops, **options)  # type: ignore[misc]
+        for tensor in (*activations, backprops):
+            if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
+                raise QuellError(
+                    f"{type(module).__name__} works in {tensor.dtype}, too coarse for the norms of clipping='ghost': "
+                    "use clipping='flat' or 'microbatch' with mixed precision, or float32"
+                )
+        return activations, backprops
+
+
+class _Norms(_Full32, GradSampleHooksFastGradientClipping):
+    """Opacus's norms, kept on the parameters."""
+
+    def label(self, name: str, parameter: Any) -> int:
+        return id(parameter)
+
+    def forget_norms(self) -> None:
+        for parameter in self._module.parameters():
+            parameter._norm_sample = None
+
+    def forget_activations(self) -> None:
+        for module in self._module.modules():
+            module.__dict__.pop("max_batch_len", None)
+            if hasattr(module, "activations"):
+                module.activations.clear()
+        for parameter in self._module.parameters():
+            parameter._forward_counter = 0
+
+    def norms(self, examples: int, device: torch.device) -> tuple[Tensor, set[int]]:
+        """(examples,) norms over all parameters that were measured, and which those are."""
+        found = {id(p): p._norm_sample for p in self._module.parameters() if p._norm_sample is not None}
+        return _combined(found.values(), examples, device), set(found)
+
+
+class _ShardedNorms(_Full32, GradSampleHooksFastGradientClippingFSDP):
+    """Opacus's norms under FSDP, kept on the modules, because parameters come and go."""
+
+    def label(self, name: str, parameter: Any) -> int:
+        owner = self._module.get_submodule(name.rpartition(".")[0])
+        return id(owner)
+
+    def forget_norms(self) -> None:
+        for module in self._module.modules():
+            module.__dict__.pop("norm_sample", None)
+
+    def forget_activations(self) -> None:
+        for module in self._module.modules():
+            module.__dict__.pop("max_batch_len", None)
+            if hasattr(module, "activations"):
+                module.activations.clear()
+            if hasattr(module, "_forward_counter"):
+                module._forward_counter = 0
+
+    def norms(self, examples: int, device: torch.device) -> tuple[Tensor, set[int]]:
+        owners = [module for module in self._module.modules() if "norm_sample" in module.__dict__]
+        found = [norm for module in owners for norm in module.norm_sample]
+        return _combined(found, examples, device), {id(module) for module in owners}
+
+
+def _combined(norms: Any, examples: int, device: torch.device) -> Tensor:
+    kept = [norm.reshape(-1).float().to(device) for norm in norms]
+    if not examples or not kept:
+        return torch.zeros(examples, device=device)
+    if any(len(norm) != examples for norm in kept):
+        raise QuellError(
+            f"the layers saw {sorted({len(norm) for norm in kept})} examples and the output has {examples} rows: "
+            "clipping='ghost' needs one row of output per example"
+        )
+    return torch.linalg.vector_norm(torch.stack(kept), dim=0)
+
+
+def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
+    """Each example's rows times its factor; exactly zero where the factor is, whatever the gradient."""
+    shaped = factors.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
+    return torch.where(shaped > 0, gradient * shaped, 0.0)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [v for v in pytree.tree_leaves(outputs) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _refuse_ties(model: nn.Module) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        if len(shared) > 1:
+            raise QuellError(f"{' and '.join(shared)} are one parameter: {_TIED}")
+
+
+def _silence_first_layers() -> None:
+    """torch warns that a layer whose input needs no gradient has its hook fire early: true, and of no consequence."""
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+
+
+_TIED = (
+    "clipping='ghost' cannot take the norm of a parameter that is used more than once per example; use "
+    "clipping='microbatch' or 'flat'"
+)
+_OUTSIDE = (
+    "a parameter is used outside its layer's forward pass, which clipping='ghost' cannot see; use clipping='microbatch'"
+)

@@ -1,0 +1,155 @@
+"""The plan's batches as a DataLoader: who is in a batch is decided by the plan's sampling scheme and the run's key.
+
+Each rank computes the whole batch and takes its share, so batches do not depend on the world size. Iterating gives the
+rest of the epoch that the optimizer is in; a batch, or one rank's share of it, may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from quell.errors import QuellError, require_count
+from quell.torch.run import Portion, Run
+
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def dataset_of(data: Any) -> Dataset[Any]:
+    """The examples behind a Dataset or a DataLoader."""
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise QuellError(
+            f"{type(dataset).__name__} has no length and no index: the plan decides who is in a batch, so pass a "
+            "map-style Dataset, or a DataLoader over one"
+        )
+    if isinstance(data, DataLoader) and data.batch_sampler is None:
+        raise QuellError("the DataLoader forms no batches (batch_size=None): pass its dataset instead")
+    return dataset
+
+
+class PlannedLoader(DataLoader[Any]):
+    """The batches of a run. `state_dict` says where it stands; the position itself is the optimizer's step."""
+
+    def __init__(self, data: Any, run: Run, physical_batch_size: int | None = None) -> None:
+        self.run = run
+        self._loaded_step: int | None = None
+        self._seeds: bytes | None = None  # of the workers, where they are ours to choose
+        dataset = dataset_of(data)
+        given = data if isinstance(data, DataLoader) else None
+        kept = {} if given is None else {name: getattr(given, name) for name in _KEPT}
+        if kept.get("generator") is None:
+            kept["generator"] = torch.Generator()
+            self._seeds = run.noise.key.derive("quell workers")
+        collate = default_collate if given is None else given.collate_fn
+        super().__init__(
+            dataset,
+            batch_sampler=PlannedSampler(run, physical_batch_size),
+            collate_fn=CollateEmpty(collate, dataset),
+            **kept,
+        )
+
+    def __iter__(self) -> Any:
+        if self._loaded_step is not None and self._loaded_step != self.run.step:
+            raise QuellError(
+                f"the loader's state is that of step {self._loaded_step:,}, but the optimizer stands at "
+                f"{self.run.step:,}: load the optimizer's state of the same checkpoint"
+            )
+        self._loaded_step = None
+        self.run.require_steps_left()
+        if self._seeds is not None:
+            # A loader draws a seed for its workers whenever it is started. Drawn from torch's global generator, that
+            # would give a resumed run, which starts its loader once more, other dropout masks than a straight one.
+            step = self.run.step.to_bytes(8, "little")
+            digest = blake2b(step, digest_size=8, key=self._seeds).digest()
+            self.generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.run.step, **self.run.name()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for what, value in self.run.name().items():
+            if state.get(what) != value:
+                raise QuellError(f"the loader's state has {what} {state.get(what)}, this run has {value}: {_SAME_RUN}")
+        self._loaded_step = int(state["step"])
+
+
+_SAME_RUN = "resume with the plan, data and key of that run"
+
+
+class PlannedSampler(Sampler[list[int]]):
+    """This rank's indices of each batch, in physical portions if asked; it notes what it hands out."""
+
+    def __init__(self, run: Run, physical_batch_size: int | None) -> None:
+        self.run = run
+        self.physical = (
+            None if physical_batch_size is None else require_count("physical_batch_size", physical_batch_size)
+        )
+        self._stream: Iterator[Any] = iter(())
+        self._stream_step = -1  # the step whose batch `_stream` gives next
+
+    def __len__(self) -> int:
+        """Items per epoch; with a physical batch size, about so many."""
+        return self.run.plan.setup.steps_per_epoch * self._portions(round(self.run.expected_batch_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        run = self.run
+        run.handed_out.clear()
+        for step in range(run.step, run.epoch_end):
+            batch = self._batch(step)
+            portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
+            for number, portion in enumerate(portions, start=1):
+                run.handed_out.append(Portion(step, len(portion), last=number == len(portions)))
+                yield portion.tolist()
+
+    def _portions(self, batch_size: int) -> int:
+        """How many items a batch makes: the same on every rank, because sharded models compute together."""
+        share = -(-batch_size // self.run.world)
+        return 1 if self.physical is None else max(1, -(-share // self.physical))
+
+    def _batch(self, step: int) -> Any:
+        if step != self._stream_step:  # some schemes remember who took part, so a stream goes on where it can
+            self._stream, self._stream_step = self.run.batches.starting(step), step
+        self._stream_step += 1
+        return next(self._stream)
+
+
+class CollateEmpty:
+    """A collate function that can also make a batch of nobody: the first example's shapes with no rows."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Dataset[Any]) -> None:
+        self.collate, self.dataset = collate, dataset
+
+    def __call__(self, examples: list[Any]) -> Any:
+        return self.collate(examples) if examples else _without_rows(self.collate([self.dataset[0]]))
+
+
+def _without_rows(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {key: _without_rows(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_without_rows, batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_without_rows(value) for value in batch if not isinstance(value, (str, bytes)))
+    raise QuellError(
+        f"an empty batch cannot be made of {type(batch).__name__}: let the collate function return tensors, and "
+        "mappings, lists and tuples of them"
+    )

@@ -1,0 +1,163 @@
+"""`clipping="microbatch"`: per-example gradients by torch.func, one micro-batch at a time. Needs no Opacus.
+
+The forward pass keeps no activations. When the loss has sent its gradient back to the outputs, each micro-batch runs
+again, with the same random numbers, and its per-example gradients are clipped and added before the next one: one
+more forward pass for a fraction of the memory, and any layer that `vmap` understands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError, require_count
+from quell.torch.clipping import sum_clipped
+from quell.torch.engine import DeferredEngine, Pass
+
+
+@dataclass(eq=False)
+class Inputs:
+    """The arguments of one forward pass, and what it takes to run it again in the same way."""
+
+    values: list[Any]
+    structure: Any
+    mapped: list[int]  # which of them have one row per example
+    examples: int
+    random_state: list[Tensor]
+    autocast: tuple[str, torch.dtype, bool]
+
+    def part(self, first: int, stop: int) -> list[Tensor]:
+        return [self.values[place][first:stop] for place in self.mapped]
+
+
+class MicrobatchEngine(DeferredEngine):
+    def __init__(
+        self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str, size: int
+    ) -> None:
+        super().__init__(params, max_grad_norm, loss_reduction)
+        self.model, self.size = model, require_count("micro_batch", size)
+        self._plain_forward: Callable[..., Any] = model.forward
+        self._inside = False  # whether the model is being run by this engine
+        model.forward = self._forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inside or not self.model.training or not torch.is_grad_enabled():
+            return self._plain_forward(*args, **kwargs)
+        self.flush()
+        inputs = _inputs(args, kwargs, next(iter(self.params.values())).device)
+        with torch.no_grad():
+            return self._cut(self._outputs(inputs, args, kwargs), inputs)
+
+    def _outputs(self, inputs: Inputs, args: Any, kwargs: Any) -> Any:
+        if not inputs.examples:
+            return self._plain_forward(*args, **kwargs)
+        example = _Example(self, inputs)
+        run = vmap(example, in_dims=(None,) + (0,) * len(inputs.mapped), randomness="different")
+        parts = [run(self._detached(), *inputs.part(*bounds)) for bounds in self._bounds(inputs.examples)]
+        return example.rebuilt([torch.cat(columns) for columns in zip(*parts, strict=True)])
+
+    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
+        inputs: Inputs = done.made_by
+        if examples != inputs.examples:
+            raise QuellError(
+                f"the model made {examples} rows of output from {inputs.examples} examples: it must make one each"
+            )
+        run = _Example(self, inputs)
+        params = self._detached()
+        count = len(gradients)
+
+        def pulled(p: dict[str, Tensor], *values: Tensor) -> dict[str, Tensor]:
+            made, pull = vjp(lambda q: run(q, *values[count:]), p)
+            arrived = tuple(g.to(output.dtype) for g, output in zip(values[:count], made, strict=True))
+            back: dict[str, Tensor] = pull(arrived)[0]
+            return back
+
+        per_example = vmap(pulled, in_dims=(None,) + (0,) * (count + len(inputs.mapped)), randomness="different")
+
+        def micro_batches() -> Iterator[dict[str, Tensor]]:
+            with _same_random_numbers(inputs):
+                for first, stop in self._bounds(examples):
+                    yield per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
+
+        with torch.no_grad():
+            return sum_clipped(micro_batches, params, self.max_grad_norm)
+
+    def _bounds(self, examples: int) -> list[tuple[int, int]]:
+        return [(first, min(first + self.size, examples)) for first in range(0, examples, self.size)]
+
+    def _detached(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.params.items()}
+
+
+class _Example:
+    """The model on one example: floating-point outputs without their batch dimension, the rest set aside."""
+
+    def __init__(self, engine: MicrobatchEngine, inputs: Inputs) -> None:
+        self.engine, self.inputs = engine, inputs
+        self.others: list[Any] = []
+        self.spec: Any = None
+
+    def __call__(self, params: dict[str, Tensor], *rows: Tensor) -> tuple[Tensor, ...]:
+        values = list(self.inputs.values)
+        for place, row in zip(self.inputs.mapped, rows, strict=True):
+            values[place] = row.unsqueeze(0)
+        args, kwargs = pytree.tree_unflatten(values, self.inputs.structure)
+        engine, (device, dtype, enabled) = self.engine, self.inputs.autocast
+        engine._inside = True
+        try:
+            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+                outputs = functional_call(engine.model, params, args, kwargs)
+        finally:
+            engine._inside = False
+        flat, self.spec = pytree.tree_flatten(outputs)
+        self.others = [None if isinstance(value, Tensor) else value for value in flat]
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        if any(not t.is_floating_point() or not t.dim() or t.shape[0] != 1 for t in tensors):
+            raise QuellError(
+                f"one example gives outputs of shapes {[tuple(t.shape) for t in tensors]}: clipping='microbatch' needs "
+                "floating-point outputs with one row per example, and the loss outside the model"
+            )
+        return tuple(tensor[0] for tensor in tensors)
+
+    def rebuilt(self, tensors: list[Tensor]) -> Any:
+        waiting = iter(tensors)
+        return pytree.tree_unflatten([next(waiting) if o is None else o for o in self.others], self.spec)
+
+
+def _inputs(args: Any, kwargs: Any, device: torch.device) -> Inputs:
+    values, structure = pytree.tree_flatten((args, kwargs))
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        raise QuellError("the model was called without a tensor: clipping='microbatch' needs to know the examples")
+    examples = len(tensors[0])
+    mapped = [place for place, v in enumerate(values) if isinstance(v, Tensor) and v.dim() and v.shape[0] == examples]
+    state = [torch.get_rng_state()]
+    if device.type == "cuda":
+        state.append(torch.cuda.get_rng_state(device))
+    autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+    return Inputs(values, structure, mapped, examples, state, autocast)
+
+
+class _same_random_numbers(AbstractContextManager[None]):  # noqa: N801 - reads as a statement
+    """Run under the random numbers of a forward pass, and leave the stream of random numbers as it was."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        on_gpu = len(inputs.random_state) > 1
+        self._fork = torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpu else [])
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+        torch.set_rng_state(self.inputs.random_state[0])
+        for state in self.inputs.random_state[1:]:
+            torch.cuda.set_rng_state(state)
+
+    def __exit__(self, *problem: Any) -> None:
+        self._fork.__exit__(*problem)

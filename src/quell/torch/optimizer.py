@@ -1,0 +1,226 @@
+"""The private optimizer: collect clipped sums, add the step's row of noise, divide by the expected batch size, step.
+
+It wraps any `torch.optim` optimizer and keeps its parameter groups and state, so schedulers work as usual. What could
+break the promise is refused: gradients of anything but the plan's batch, a clip norm or a set of parameters that
+changes during the run, gradients used twice, a step past the plan.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError
+from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
+from quell.torch.distributed import gather, sum_over_ranks
+from quell.torch.engine import Engine
+from quell.torch.report import PrivacyReport, privacy_report
+from quell.torch.run import Run
+from quell.torch.sharding import is_sharded, local
+
+
+class PrivateOptimizer(Optimizer):
+    """`optimizer` with the noise of a run. Made by `make_private`."""
+
+    _step_supports_amp_scaling = True  # so that a GradScaler hands its scale over, and can be refused
+
+    def __init__(self, optimizer: Optimizer, run: Run, engine: Engine) -> None:
+        self.original_optimizer = optimizer
+        self.run = run
+        self.noise_multiplier = run.mechanism.noise_multiplier
+        self.expected_batch_size = run.expected_batch_size
+        self.step_hook: Callable[[PrivateOptimizer], None] | None = None
+        self._engine = engine
+        self._max_grad_norm = engine.max_grad_norm
+        self._trained = list(engine.params.values())
+        self._sharded = any(is_sharded(parameter) for parameter in self._trained)
+        self._step_skip_queue: list[bool] = []
+        self._used = False  # whether p.grad still holds the gradients of the last step
+        self._sums: list[Tensor] | None = None
+        self._pending_examples = 0
+        self._first_rate = _rate(optimizer)
+        self._schedule_checked = True
+
+    @property
+    def param_groups(self) -> Any:
+        return self.original_optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.original_optimizer.state
+
+    @property
+    def defaults(self) -> Any:
+        return self.original_optimizer.defaults
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that get gradients and noise."""
+        return list(self._trained)
+
+    @property
+    def max_grad_norm(self) -> float:
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        raise QuellError(
+            f"max_grad_norm cannot become {value} during a run: the noise of past and coming steps is for "
+            f"{self._max_grad_norm:g}; call make_private again for a new run"
+        )
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Opacus's BatchMemoryManager says whether the next `step` only accumulates."""
+        self._step_skip_queue.append(do_skip)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise QuellError(f"parameters cannot join during a run: {_SAME_PARAMETERS}")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients; clipped sums of a batch that is still being accumulated are kept."""
+        self._engine.discard()
+        self.original_optimizer.zero_grad(set_to_none=True)
+        self._used = False
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return self.original_optimizer.step() if self.pre_step() else None
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Everything but the wrapped optimizer's own step; False where the batch is not complete yet."""
+        self._require_sound()
+        self.clip_and_accumulate()
+        if self._step_skip_queue and self._step_skip_queue.pop(0):
+            return False
+        examples, self._pending_examples = self._pending_examples, 0
+        if not self.run.settle(examples):
+            return False
+        self._warn_about_schedule()
+        self.add_noise()
+        self.scale_grad()
+        if self.step_hook is not None:
+            self.step_hook(self)
+        return True
+
+    def clip_and_accumulate(self) -> None:
+        """Add the clipped gradients that backward passes have left to the sums of this step."""
+        examples, sums = self._engine.collect()
+        self._pending_examples += examples
+        if self._sums is None:
+            self._sums = sums
+        else:
+            for total, more in zip(self._sums, sums, strict=True):
+                total += more
+
+    def add_noise(self) -> None:
+        """The step's one row of noise, added to the sums over all ranks."""
+        assert self._sums is not None
+        sums, self._sums = self._sums, None
+        if not self._sharded:
+            sum_over_ranks(sums)
+        self.run.noise.add_(sums)
+        for parameter, total in zip(self._trained, sums, strict=True):
+            _set_gradient(parameter, total)
+        self._used = True
+
+    def scale_grad(self) -> None:
+        """From sums to means, by the *expected* batch size."""
+        for parameter in self._trained:
+            parameter.grad.div_(self.expected_batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state and the noise's. Sharded tensors are gathered: then call it on all ranks."""
+        if self._sums is not None:
+            raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
+        saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
+        noise = self.run.noise.state_dict()
+        states = gather(noise) if self._sharded and noise["buffers"] is not None else [noise]
+        return {**saved, "quell": {"noise": states, **self.run.name()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, replay: bool = False) -> None:
+        """Go on from a checkpoint of the same plan, data and key, at any world size.
+
+        After a crash the checkpoint is older than the steps that were released. `replay=True` declares that they will
+        see the same gradients again: the batches do come again; weights and random numbers are yours to restore.
+        """
+        if "quell" not in state_dict:
+            raise QuellError("this is not the state of a private optimizer: pass what its state_dict() returned")
+        own = state_dict["quell"]
+        for what, value in self.run.name().items():
+            if own.get(what) != value:
+                raise QuellError(f"the state has {what} {own.get(what)}, this run has {value}: {_SAME_RUN}")
+        self.run.noise.load_state_dict(own["noise"], replay=replay)
+        self.run.handed_out.clear()
+        plain = {name: value for name, value in state_dict.items() if name != "quell"}
+        self.original_optimizer.load_state_dict(plain)
+        if self._sharded:
+            _shard_state(self.original_optimizer)
+        self._sums, self._pending_examples, self._used = None, 0, False
+
+    def privacy_report(self) -> PrivacyReport:
+        """What this run promises, has spent so far, and rests on."""
+        return privacy_report(self.run)
+
+    def __repr__(self) -> str:
+        return f"<private {self.original_optimizer!r}, step {self.run.step:,} of {self.run.noise.steps:,}>"
+
+    def _require_sound(self) -> None:
+        self.run.require_steps_left()
+        if getattr(self, "grad_scale", None) is not None:  # set by GradScaler.step
+            raise QuellError(
+                "a GradScaler scales the loss, and with it what clipping sees: use bfloat16 autocast, which needs no "
+                "scaler"
+            )
+        if self._used:
+            raise QuellError(
+                "optimizer.zero_grad() was not called since the last step: its gradients would count twice"
+            )
+        now = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if len(now) != len(self._trained) or any(a is not b for a, b in zip(now, self._trained, strict=True)):
+            raise QuellError(f"the trainable parameters are not those of make_private any more: {_SAME_PARAMETERS}")
+
+    def _warn_about_schedule(self) -> None:
+        if self._schedule_checked and self.run.step:
+            mismatch = schedule_mismatch(self.run.plan, self.run.step, self._first_rate, _rate(self.original_optimizer))
+            if mismatch is not None:
+                warnings.warn(mismatch, PlanMismatchWarning, stacklevel=4)
+                self._schedule_checked = False
+
+
+_SAME_RUN = "resume with the plan, data and key of that run"
+_SAME_PARAMETERS = "freeze, unfreeze and add layers before calling it"
+
+
+def _rate(optimizer: Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else 1.0
+
+
+def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
+    if is_sharded(parameter) or parameter.dtype != total.dtype:
+        gradient = torch.empty_like(parameter, requires_grad=False)
+        local(gradient).copy_(total)
+        parameter.grad = gradient
+    else:
+        parameter.grad = total
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if is_sharded(value) else value
+
+
+def _shard_state(optimizer: Optimizer) -> None:
+    """Deal whole tensors of a loaded state out again, as the parameters they belong to are."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+                held[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements)

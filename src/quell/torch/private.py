@@ -1,0 +1,142 @@
+"""`make_private`: from the user's model, optimizer and data to the same three, private."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from quell.errors import QuellError
+from quell.noise import Key
+from quell.sampling import Batches
+from quell.torch.checks import refuse_batch_norm, refuse_other_data, trainable_parameters, warn_about_optimizer
+from quell.torch.clipping import require_clip_norm
+from quell.torch.distributed import copy_from_first_rank, share_key, world
+from quell.torch.engine import Engine
+from quell.torch.loader import PlannedLoader, dataset_of
+from quell.torch.microbatch import MicrobatchEngine
+from quell.torch.noise import CorrelatedNoise, select
+from quell.torch.optimizer import PrivateOptimizer
+from quell.torch.run import Run, scheme_of
+from quell.torch.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from quell.mechanism import Mechanism
+    from quell.planning import Plan
+
+CLIPPING = ("flat", "ghost", "microbatch")
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Dataset[Any] | DataLoader[Any],
+    plan: Plan,
+    max_grad_norm: float = 1.0,
+    *,
+    clipping: str = "flat",
+    mechanism: str | Mechanism | None = None,
+    loss_reduction: str = "mean",
+    physical_batch_size: int | None = None,
+    micro_batch: int = 32,
+    key: Key | str | Path | None = None,
+    seed: int | None = None,
+    ledger: str | Path | None = None,
+    generator: str = "chacha20",
+) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
+    """Train `model` under the plan's promise: returns model, optimizer and loader for the loop you already have.
+
+    `clipping`: "flat" keeps every example's gradient (Opacus's hooks), "ghost" only their norms, "microbatch" works by
+    torch.func in portions of `micro_batch` examples. `loss_reduction` is how your loss treats a batch: "mean" or
+    "sum". `physical_batch_size` splits batches that do not fit into memory; call `optimizer.step()` for each part.
+
+    `key` is a `Key`, or a path: the file is made, readable by its owner only, or read if it exists, with a ledger
+    beside it (`ledger`) that remembers across crashes which steps were released. Without it a key is drawn, not kept.
+    `seed` repeats a run, and voids its privacy.
+
+    >>> import quell, torch
+    >>> data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.randn(200, 1))
+    >>> plan = quell.plan(examples=200, batch_size=20, epochs=1, epsilon=8, delta=1e-3, memory=0)
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer, loader = make_private(model, optimizer, data, plan, clipping="microbatch")
+    >>> for x, y in loader:
+    ...     optimizer.zero_grad()
+    ...     torch.nn.functional.mse_loss(model(x), y).backward()
+    ...     _ = optimizer.step()
+    >>> optimizer.privacy_report().epsilon_so_far
+    8.0
+    """
+    bound = require_clip_norm(max_grad_norm)
+    if clipping not in CLIPPING:
+        raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
+    if loss_reduction not in ("mean", "sum"):
+        raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # gradients are added up after clipping, by the optimizer
+    if isinstance(optimizer, PrivateOptimizer) or getattr(model, "_quell_private", False):
+        raise QuellError("model and optimizer are private already: make new ones for a new run")
+    params = trainable_parameters(model, optimizer)
+    refuse_batch_norm(model)
+    dataset = dataset_of(data)
+    refuse_other_data(plan, len(dataset))
+    warn_about_optimizer(plan, optimizer)
+    rank, size = world()
+    chosen = select(plan, mechanism)
+    secret, book = _secrets(key, seed, ledger, rank)
+    noise = CorrelatedNoise(chosen, params, bound, key=secret, generator=generator, ledger=book)
+    batches = Batches(scheme_of(plan, chosen), plan.setup.examples, secret.derive("quell batches"))
+    run = Run(plan, chosen, batches, noise, rank, size)
+    sharded = any(is_sharded(parameter) for parameter in params.values())
+    if not sharded:
+        copy_from_first_rank([*model.parameters(), *model.buffers()])
+    engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+    model._quell_private = True
+    return model, kind(optimizer, run, engine), PlannedLoader(data, run, physical_batch_size)
+
+
+def _engine(
+    clipping: str,
+    model: nn.Module,
+    params: dict[str, nn.Parameter],
+    bound: float,
+    loss_reduction: str,
+    micro_batch: int,
+    sharded: bool,
+) -> tuple[Engine, type[PrivateOptimizer]]:
+    if sharded and clipping != "ghost":
+        raise QuellError(
+            f"clipping={clipping!r} needs whole parameters, and these are sharded by fully_shard: use clipping='ghost'"
+        )
+    if clipping == "microbatch":
+        return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch), PrivateOptimizer
+    from quell.torch import hooks  # Opacus
+
+    kind = hooks.FlatEngine if clipping == "flat" else hooks.GhostEngine
+    return kind(model, params, bound, loss_reduction), hooks.OpacusOptimizer
+
+
+def _secrets(
+    key: Key | str | Path | None, seed: int | None, ledger: str | Path | None, rank: int
+) -> tuple[Key, Path | None]:
+    """The run's key on every rank, and where its ledger lies: on rank 0, which keeps it for all."""
+    if key is not None and seed is not None:
+        raise QuellError("pass a key or a seed, not both")
+    if seed is not None:
+        return Key.from_seed(seed), None if ledger is None or rank else Path(ledger)
+    if rank:
+        return share_key(None), None
+    if isinstance(key, (str, Path)):
+        path = Path(key)
+        if ledger is None:
+            ledger = path.with_name(path.name + ".ledger")
+        if path.exists():
+            key = Key.load(path)
+        else:
+            key = Key.generate()
+            key.save(path)
+    return share_key(key or Key.generate()), None if ledger is None else Path(ledger)

@@ -1,0 +1,114 @@
+"""The page in a real browser: it loads, it reacts, and the console stays silent."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from quell import page
+from quell.page.server import PageServer
+from quell.setup import Setup
+
+from .browser import Browser, chromium
+
+pytestmark = pytest.mark.skipif(
+    chromium() is None,
+    reason="no Chromium found: apt-get install chromium, or set QUELL_CHROMIUM to one (see CONTRIBUTING.md)",
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(chromium(), tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def report(browser, plan, tmp_path):
+    path = tmp_path / "report.html"
+    page.write(plan, path)
+    browser.complaints.clear()
+    browser.open(path.as_uri())
+    return browser
+
+
+@pytest.fixture
+def address():
+    server = PageServer(Setup(examples=2000, batch_size=128, epochs=2, epsilon=8.0, delta=1e-5, sampling="cyclic"), 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server.url
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_report_shows_four_pictures_and_the_table(report, plan):
+    assert report.run("document.querySelectorAll('figure svg.chart').length") == 4
+    assert report.run("document.querySelectorAll('#mechanisms tbody tr').length") == len(plan.mechanisms)
+    assert "Use " in report.run("document.getElementById('answer').innerText")
+    assert report.run("document.getElementById('controls').hidden") is True
+    assert report.run("document.querySelectorAll('path[d*=NaN], circle[cx=NaN], circle[cy=NaN]').length") == 0
+    assert report.complaints == []
+
+
+def test_pointing_at_a_curve_reads_it(report):
+    report.run("document.querySelector('#error svg.chart').scrollIntoView()")
+    box = report.run("(({x, y, width, height}) => [x + width / 2, y + height / 2])"
+                     "(document.querySelector('#error svg.chart').getBoundingClientRect())")  # fmt: skip
+    report.ask("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+    report.wait_for("/after step \\d+ the noise/.test(document.getElementById('error-readout').textContent)")
+
+
+def test_the_keyboard_reads_curves_and_chooses_mechanisms(report):
+    report.run("document.querySelector('#epsilon svg.chart').focus()")
+    first = report.run("document.getElementById('epsilon-readout').textContent")
+    report.press("ArrowDown")
+    report.press("ArrowRight")
+    assert report.run("document.getElementById('epsilon-readout').textContent") not in ("", first)
+
+    report.run("document.querySelector('#mechanisms input:checked').focus()")
+    before = report.run("document.getElementById('details').innerText")
+    report.press("ArrowDown")
+    report.wait_for(f"document.getElementById('details').innerText !== {before!r}")
+    assert report.run("document.querySelectorAll('#error path.chosen').length") > 0
+    assert report.complaints == []
+
+
+def test_everything_interactive_has_a_name(report):
+    nameless = "[...document.querySelectorAll('input, select, svg[tabindex]')].filter(e => !(e.labels?.length || e.ariaLabelledByElements?.length)).length"  # noqa: E501
+    assert report.run(nameless) == 0
+
+
+def test_moving_a_slider_moves_the_recommendation(browser, address):
+    browser.complaints.clear()
+    browser.open(address)
+    browser.wait_for("document.body.dataset.kind === 'full'")
+    full = browser.run("document.getElementById('answer').innerText")
+    assert "ε = 8," in browser.run("document.getElementById('privacy').innerText")
+
+    browser.run("document.getElementById('control-epsilon').focus()")
+    browser.press("Home")  # a real key on a real slider: the smallest ε
+    browser.wait_for("document.getElementById('setup').innerText.includes('(0.1,')"
+                     " && document.getElementById('status').innerText === 'All mechanisms compared.'")  # fmt: skip
+    private = browser.run("document.getElementById('answer').innerText")
+    assert private != full
+    assert "ε = 0.1," in browser.run("document.getElementById('privacy').innerText")
+    assert browser.run("document.getElementById('control-epsilon').getAttribute('aria-valuetext')") == "0.1"
+
+    browser.run("document.getElementById('control-memory').focus()")
+    browser.press("Home")  # no memory at all: another mechanism
+    browser.wait_for("/no extra memory/.test(document.getElementById('answer').innerText)"
+                     " && document.getElementById('status').innerText === 'All mechanisms compared.'")  # fmt: skip
+    assert browser.complaints == []
+
+
+def test_a_refusal_is_shown_in_words(browser, address):
+    browser.open(address)
+    browser.wait_for("document.body.dataset.kind === 'full'")
+    browser.run("(box => { box.value = '5'; box.dispatchEvent(new Event('input', {bubbles: true})) })"
+                "(document.getElementById('control-examples'))")  # fmt: skip
+    browser.wait_for("document.getElementById('status').classList.contains('failed')")
+    assert "larger than the data set" in browser.run("document.getElementById('status').innerText")
+    assert browser.run("document.getElementById('plan').classList.contains('stale')") is True

@@ -1,0 +1,77 @@
+"""A training process to be killed: `python crash.py FOLDER MECHANISM CLIPPING`, run again until it finishes.
+
+Writes "step N" after each step, and to `gradients.log` a hash of what each row of noise was added to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from pytorch.conftest import small_plan
+from pytorch.training import examples
+from quell.torch import make_private
+
+
+def build(key, mechanism, clipping):
+    torch.manual_seed(1)
+    plan = small_plan(mechanism, alone=True, epochs=4)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    return (plan, *make_private(model, optimizer, examples(), plan, key=key, clipping=clipping))
+
+
+def train(plan, model, optimizer, loader, after_step=lambda: None):
+    while optimizer.run.step < plan.steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            after_step()
+
+
+def main(folder: Path, mechanism: str, clipping: str) -> None:
+    plan, model, optimizer, loader = build(folder / "key", mechanism, clipping)
+    checkpoint = folder / "checkpoint.pt"
+
+    def save():
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+        torch.save({**state, "random": torch.get_rng_state()}, folder / "new.pt")
+        os.replace(folder / "new.pt", checkpoint)
+
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"], replay=True)
+        loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["random"])
+    else:
+        save()  # before the first step is released
+    log = (folder / "gradients.log").open("a", buffering=1)
+    add = optimizer.run.noise.add_
+
+    def logged(sums):
+        content = b"".join(tensor.numpy().tobytes() for tensor in sums)
+        log.write(f"{optimizer.run.step} {hashlib.sha256(content).hexdigest()}\n")
+        add(sums)
+
+    optimizer.run.noise.add_ = logged
+
+    def after_step():
+        if optimizer.run.step % 3 == 0:
+            save()
+        print("step", optimizer.run.step, flush=True)
+
+    train(plan, model, optimizer, loader, after_step)
+    torch.save(model.state_dict(), folder / "final.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,138 @@
+"""One rank of a world of gloo processes: `python ranks.py FOLDER RANK WORLD`; results land in the folder.
+
+All scenarios run in one process, because starting it is what takes time.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from pytorch.conftest import small_plan  # noqa: E402
+from pytorch.training import examples  # noqa: E402
+
+from quell.noise import Key  # noqa: E402
+from quell.torch import make_private  # noqa: E402
+
+SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
+    "flat": ("flat", False, "bsr", "cyclic"),
+    "microbatch": ("microbatch", False, "bisr", "cyclic"),
+    "ghost": ("ghost", False, "bisr", "cyclic"),
+    "fsdp": ("ghost", True, "bsr", "cyclic"),
+    "flat empty": ("flat", False, "identity", "poisson"),
+    "fsdp empty": ("ghost", True, "identity", "poisson"),
+}
+
+
+def build(name: str, physical: int | None = None, width: int = 7):
+    """Model, optimizer and loader of a scenario; width 7 makes uneven shards."""
+    clipping, sharded, mechanism, sampling = SCENARIOS[name]
+    torch.manual_seed(dist.get_rank() if not sharded else 0)  # replicas start from rank 0's weights
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+    if sharded:
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+    if sampling == "poisson":
+        plan = small_plan(mechanism, sampling=sampling, examples=12, batch_size=1, epochs=2)
+    else:
+        plan = small_plan(mechanism, alone=True, momentum=0.9)
+    momentum = plan.setup.momentum
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=momentum)
+    if name == "flat":
+        model = nn.parallel.DistributedDataParallel(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        key = Key.from_seed(11)
+    data = examples(plan.setup.examples)
+    return make_private(
+        model, optimizer, data, plan, 0.5, clipping=clipping, key=key, physical_batch_size=physical
+    )
+
+
+def train(model, optimizer, loader, steps=None, criterion=nn.functional.cross_entropy):
+    while optimizer.run.step < optimizer.run.noise.steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            if steps is not None and optimizer.run.step == steps:
+                return
+
+
+def weights(model):
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.state_dict().items()}
+
+
+def put_weights(model, saved):
+    for name, parameter in model.named_parameters():
+        value = saved[name]
+        if isinstance(parameter, DTensor):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
+def audited(folder: Path, name: str) -> None:
+    """Zero gradients: what each rank's optimizer is given is its shard of the noise."""
+    model, optimizer, loader = build(name, width=300)
+    rows = []
+
+    def keep(opt):
+        held = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in opt.params]
+        rows.append([g.flatten() * opt.expected_batch_size for g in held])
+
+    optimizer.step_hook = keep
+    train(model, optimizer, loader, criterion=lambda out, y: 0.0 * out.sum())
+    torch.save([torch.stack(group) for group in zip(*rows)], folder / f"audit {name} {dist.get_rank()}.pt")
+
+
+def main(folder: Path, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world)
+    for name in SCENARIOS:
+        for physical in (None, 2):
+            trio = build(name, physical)
+            train(*trio)
+            final = weights(trio[0])
+            if rank == 0:
+                torch.save(final, folder / f"final {name} {physical}.pt")
+    for name in ("flat", "fsdp"):
+        other = folder.parent / f"checkpoint {name}.pt"  # left by another world
+        trio = build(name)
+        if other.exists():
+            saved = torch.load(other, weights_only=True)
+            put_weights(trio[0], saved["model"])
+            trio[1].load_state_dict(saved["optimizer"])
+            trio[2].load_state_dict(saved["loader"])
+            assert trio[1].run.step == 7
+            train(*trio)
+            final = weights(trio[0])
+            if rank == 0:
+                torch.save(final, folder / f"resumed {name}.pt")
+        else:
+            train(*trio, steps=7)
+            state = {
+                "model": weights(trio[0]),
+                "optimizer": trio[1].state_dict(),
+                "loader": trio[2].state_dict(),
+            }
+            if rank == 0:
+                torch.save(state, other)
+        audited(folder, name)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

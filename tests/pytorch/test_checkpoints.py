@@ -1,0 +1,158 @@
+"""Stop anywhere, go on: the same weights bit for bit, and no row of noise for two different gradients."""
+
+from __future__ import annotations
+
+import random
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quell.errors import QuellError
+from quell.noise import Key
+from quell.torch import make_private
+
+from . import crash
+from .conftest import small_plan
+from .training import examples, network, train
+
+CRASH = Path(__file__).with_name("crash.py")
+
+
+def private(key, plan, clipping="flat", momentum=0.9, data=None):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    return make_private(model, optimizer, data or examples(), plan, clipping=clipping, key=key)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "ghost", "microbatch"])
+@pytest.mark.parametrize("mechanism", ["bisr", "blt"])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(clipping, mechanism, tmp_path):
+    plan, key = small_plan(mechanism, momentum=0.9), Key.generate()
+    straight, optimizer, loader = private(key, plan, clipping)
+    train(straight, optimizer, loader, steps=7)
+    state = {"model": straight.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+    torch.save(state, tmp_path / "checkpoint.pt")
+    train(straight, optimizer, loader)
+    assert optimizer.run.step == plan.steps
+
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    model, optimizer, loader = private(key, plan, clipping)
+    model.load_state_dict(saved["model"])
+    with pytest.raises(QuellError, match="replay=True"):
+        optimizer.load_state_dict(saved["optimizer"])
+    optimizer.load_state_dict(saved["optimizer"], replay=True)
+    loader.load_state_dict(saved["loader"])
+    assert optimizer.run.step == 7
+    assert train(model, optimizer, loader) == plan.steps - 7
+    assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), model.parameters(), strict=True))
+
+
+def test_the_key_is_in_a_file_of_its_own(tmp_path):
+    plan = small_plan(momentum=0.9)
+    model, optimizer, loader = private(tmp_path / "key", plan)
+    train(model, optimizer, loader, steps=3)
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+    torch.save({"o": optimizer.state_dict(), "l": loader.state_dict(), "m": model.state_dict()}, tmp_path / "all.pt")
+    secret = optimizer.run.noise.key.reveal()
+    derived = optimizer.run.batches.key
+    content = (tmp_path / "all.pt").read_bytes()
+    for hidden in (secret, derived, secret.hex().encode(), derived.hex().encode()):
+        assert hidden not in content
+    assert (tmp_path / "key.ledger").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    plan = small_plan(momentum=0.9)
+    _, optimizer, loader = private(Key.generate(), plan)
+    state, position = optimizer.state_dict(), loader.state_dict()
+    _, other, other_loader = private(Key.generate(), plan)
+    with pytest.raises(QuellError, match="key_id"):
+        other.load_state_dict(state)
+    with pytest.raises(QuellError, match="key_id"):
+        other_loader.load_state_dict(position)
+    with pytest.raises(QuellError, match="not the state of a private optimizer"):
+        other.load_state_dict(torch.optim.SGD(network().parameters(), lr=0.1).state_dict())
+
+
+def test_loader_and_optimizer_are_loaded_together():
+    plan, key = small_plan(momentum=0.9), Key.generate()
+    model, optimizer, loader = private(key, plan)
+    train(model, optimizer, loader, steps=2)
+    position = loader.state_dict()
+    _, _, fresh = private(key, plan)
+    fresh.load_state_dict(position)
+    with pytest.raises(QuellError, match="load the optimizer's state of the same checkpoint"):
+        iter(fresh)
+
+
+def test_a_second_run_with_the_same_key_is_refused(tmp_path):
+    """Forgetting to load the checkpoint would start again at row 0, with other gradients."""
+    plan = small_plan(momentum=0.9)
+    model, optimizer, loader = private(tmp_path / "key", plan)
+    train(model, optimizer, loader, steps=2)
+    optimizer.run.noise._stream.ledger.close()
+    model, optimizer, loader = private(tmp_path / "key", plan)
+    with pytest.raises(QuellError, match="this key has released steps up to"):
+        train(model, optimizer, loader, steps=1)
+
+
+def test_half_a_batch_is_not_saved(plan):
+    model = network()
+    model, optimizer, loader = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), examples(), plan, physical_batch_size=4
+    )
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(QuellError, match="not complete"):
+        optimizer.state_dict()
+
+
+def live(folder, mechanism, clipping, kill_after):
+    """Run the training process; kill it with signal 9 after so many steps. Whether it finished."""
+    command = [sys.executable, str(CRASH), str(folder), mechanism, clipping]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for steps, _ in enumerate(process.stdout, start=1):
+            if steps == kill_after:
+                process.send_signal(signal.SIGKILL)
+                break
+        process.wait()
+    return process.returncode == 0
+
+
+def killed_and_resumed(folder, mechanism, clipping, kills):
+    """Whether a run that was killed `kills` times ends with the weights of one that was not."""
+    for kill_after in [*kills, None]:
+        finished = live(folder, mechanism, clipping, kill_after)
+        assert finished == (kill_after is None)
+    hashes: dict[str, set[str]] = {}
+    lines = (folder / "gradients.log").read_text().splitlines()
+    for line in lines:
+        step, content = line.split()
+        hashes.setdefault(step, set()).add(content)
+    assert len(hashes) == 20
+    assert all(len(found) == 1 for found in hashes.values()), "a row of noise was added to two different gradients"
+    assert len(kills) == 1 or len(lines) > 20  # some steps did come again
+    plan, model, optimizer, loader = crash.build(Key.load(folder / "key"), mechanism, clipping)
+    crash.train(plan, model, optimizer, loader)
+    final = torch.load(folder / "final.pt", weights_only=True)
+    assert all(torch.equal(final[name], value) for name, value in model.state_dict().items())
+
+
+def test_kill_minus_nine_three_times(tmp_path):
+    killed_and_resumed(tmp_path, "bsr", "microbatch", kills=[5, 2, 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_kill_minus_nine_at_a_random_step(number, tmp_path):
+    dice = random.Random(number)
+    mechanism = dice.choice(["blt", "bisr", "bsr", "identity"])
+    clipping = dice.choice(["flat", "ghost", "microbatch"])
+    killed_and_resumed(tmp_path, mechanism, clipping, kills=[dice.randint(1, 17)])
