@@ -46,6 +46,16 @@ def test_clipped_sums_equal_example_by_example_differentiation(max_norm: float) 
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
 
 
+def test_bfloat16_passes_still_clip_in_float32() -> None:
+    params = convnet.init(seed=3, he=True, device=CPU)
+    images, labels = torch.randn(1, 3, 32, 32), torch.tensor([3])
+    found = convnet.clipped_sum(params, images.bfloat16(), labels, torch.ones(1), 0.5)
+    assert all(part.dtype == torch.float32 for part in found)
+    assert float(torch.cat([part.flatten() for part in found]).norm()) == pytest.approx(0.5, rel=1e-5)
+    exact = torch.cat([part.flatten() for part in convnet.clipped_sum(params, images, labels, torch.ones(1), 0.5)])
+    assert float(torch.cat([part.flatten() for part in found]) @ exact) / 0.25 > 0.99
+
+
 def test_strategies_of_plan_files_are_those_that_were_certified() -> None:
     """Their noise multipliers buy (ε, δ) only for the very same C: without amplification σ = sensitivity·σ_(ε,δ)."""
     from quell.privacy import gaussian_delta
