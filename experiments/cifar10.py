@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 from common import PLANS, RESULTS, Entry, Results, read_json
-from plans import plan_name
+from plans import PAPER, TRAINING, plan_name
 from training import Job, load, run_all
 
 SEEDS = (1, 2, 3)
+SAMPLINGS = ("balls_in_bins", "cyclic")
 CLIPS = (1.0, 3.0, 10.0)
 PACES = (0.7, 1.4, 2.8, 5.6)  # learning rate × the norm that gradients have after clipping, about min(clip, 4)
 FACTORS = (0.25, 0.5, 1.0, 2.0)
@@ -139,7 +140,7 @@ def main() -> None:
             train(explore_jobs()[:most], searches)
         else:
             explored = best_of(searches, explore_jobs())
-            settings = [(label, 9.0, sampling) for label, sampling in PAPER_RATES][:most]
+            settings = [(label, 9.0, sampling) for sampling in SAMPLINGS for label in PAPER | TRAINING][:most]
             train(final_jobs(tune(explored, settings, {9.0: FACTORS}, searches, train)), results)
 
 

@@ -1,6 +1,6 @@
 """Table 4 of the λCGD paper (arXiv:2601.22334): RMSE of every mechanism at seven privacy levels, all rows and columns.
 
-    PYTHONPATH=src python experiments/table4.py
+    PYTHONPATH=src python experiments/table4.py [--workers 2]
 
 CIFAR-10 in batches of 128 for 10 epochs: n = 3900, b = 390, prefix sums, δ = 1e-5. The first column is without
 amplification, the others with balls-in-bins (DP-SGD: Poisson) sampling, all of them certified here, by plain Monte
@@ -9,9 +9,13 @@ Carlo in the paper. `None` are values that our copy of the paper does not show.
 
 from __future__ import annotations
 
+import argparse
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
 
-from common import RESULTS, Results
+from common import RESULTS, Entry, Results
 
 from quell import privacy, strategy, workload
 from quell.error import error
@@ -54,31 +58,42 @@ def column(number: int) -> str:
     return f"ε={EPSILONS[number]:g}{' without amplification' if number == 0 else ''}"
 
 
-def main() -> None:
-    results, prefix = Results(RESULTS / "table4.json"), workload.prefix(N)
-    bins, fixed = BallsInBins(N, B), Cyclic(N, B)
-    for label, (family, parameters, printed) in ROWS.items():
-        plain = {"column_normalise": False} if family == "band_toeplitz" else {}  # as in the paper
+def priced(label: str, number: int) -> Entry:
+    """One entry of the table, computed."""
+    started = time.time()
+    family, parameters, printed = ROWS[label]
+    plain = {"column_normalise": False} if family == "band_toeplitz" else {}  # as in the paper
+    prefix, fixed = workload.prefix(N), Cyclic(N, B)
+    amplified = Poisson(N, 1 / B) if family == "identity" else BallsInBins(N, B)
+    entry: Entry = {"row": label, "column": column(number), "paper": printed[number] if printed else None}
+    try:
         built = strategy.build(family, prefix, fixed.participation, None, **parameters, **plain)
-        amplified = Poisson(N, 1 / B) if family == "identity" else bins
-        for number, epsilon in enumerate(EPSILONS):
-            name = f"{label} | {column(number)}"
-            if name in results.runs:
-                continue
-            started, found = time.time(), {}
-            try:
-                guarantee = privacy.calibrate(built, amplified if number else fixed, epsilon, DELTA)
-                found = {
-                    "noise_multiplier": guarantee.noise_multiplier,
-                    "rmse": guarantee.noise_multiplier * error(built, prefix).rmse,
-                    "sensitivity": guarantee.sensitivity.kind,
-                    "method": guarantee.method,
-                }
-            except QuellError as refusal:
-                found = {"rmse": None, "refused": str(refusal)}
-            paper = printed[number] if printed else None
-            results.add(name, row=label, column=column(number), paper=paper, **found, seconds=time.time() - started)
-            print(name, found.get("rmse"), paper, f"{time.time() - started:.1f} s", flush=True)
+        guarantee = privacy.calibrate(built, amplified if number else fixed, EPSILONS[number], DELTA)
+        entry |= {
+            "noise_multiplier": guarantee.noise_multiplier,
+            "rmse": guarantee.noise_multiplier * error(built, prefix).rmse,
+            "sensitivity": guarantee.sensitivity.kind,
+            "method": guarantee.method,
+        }
+    except QuellError as refusal:
+        entry |= {"rmse": None, "refused": str(refusal)}
+    return entry | {"seconds": time.time() - started}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    results = Results(options.results / "table4.json")
+    entries = {f"{label} | {column(number)}": (label, number) for number in range(len(EPSILONS)) for label in ROWS}
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(priced, *entries[name]): name for name in results.missing(entries)}
+        for done in as_completed(waiting):
+            name = waiting[done]
+            results.add(name, **done.result())
+            run = results.runs[name]
+            print(name, run["rmse"], run["paper"], f"{run['seconds']:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
