@@ -45,7 +45,9 @@ def test_console_blocks_show_real_output(page, text, tmp_path, monkeypatch):
             assert any(line == candidate for candidate in real), f"{page.name} shows {line!r}, which is not printed"
 
 
-@pytest.mark.parametrize(("page", "text"), blocks("python"))
-def test_python_blocks_run(page, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(text, str(page), "exec"), {})
+    namespace: dict = {}
+    for text in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(text, str(page), "exec"), namespace)

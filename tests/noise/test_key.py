@@ -34,6 +34,14 @@ def test_a_seed_warns_loudly_and_is_repeatable() -> None:
         Key.from_seed(-1)
 
 
+def test_derived_secrets_depend_on_key_and_purpose_and_reveal_neither() -> None:
+    one, other = Key.generate(), Key.generate()
+    assert one.derive("batches") == Key(one.reveal()).derive("batches")
+    secrets = {one.reveal(), one.derive("batches"), one.derive("workers"), other.derive("batches")}
+    assert len(secrets) == 4
+    assert all(len(secret) == 32 for secret in secrets)
+
+
 def _stream(key: Key) -> NoiseStream:
     return NoiseStream(NoiseSpec(Regenerate(np.ones(1)), 5, 1.0), [4], key=key)
 

@@ -279,7 +279,7 @@ def test_bad_arguments_are_refused(seeded: Seeded) -> None:
             Shard(*bad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("scale", [1e-46, 1e-39, 9e-31, 2e30, 1e39])
+@pytest.mark.parametrize("scale", [1e-46, 1e-39, 1.9e-31, 2e30, 1e39])
 def test_a_scale_that_float32_would_spoil_is_refused(scale: float, seeded: Seeded) -> None:
     """1e-46 rounds to no noise at all, 1e-39 to noise of a few bits, 1e39 to infinity."""
     with pytest.raises(QuellError, match=r"scale"):

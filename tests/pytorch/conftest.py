@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from quell.planning import Plan, problem_of
 from quell.setup import Setup
@@ -25,6 +27,23 @@ def small_plan(recommended: str = "bisr", alone: bool = False, **changes) -> Pla
     names = [recommended] if alone or setup.sampling != "cyclic" else list(MECHANISMS)
     problem = problem_of(setup)
     return Plan(setup, tuple(problem.price(n, **MECHANISMS[n]) for n in names), names.index(recommended))
+
+
+@cache
+def unpriced_poisson_plan() -> Plan:
+    """A plan with batches that are sometimes empty. Its noise is not calibrated for them: it promises nothing."""
+    plan = small_plan("identity", alone=True, examples=12, batch_size=1, epochs=2)
+    mechanism = replace(plan.mechanism, guarantee=replace(plan.mechanism.guarantee, sampling="poisson"))
+    return Plan(plan.setup, (mechanism,), 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny tensors on shared cores: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

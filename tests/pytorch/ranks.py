@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pytorch.conftest import small_plan  # noqa: E402
-from pytorch.training import examples  # noqa: E402
-
-from quell.noise import Key  # noqa: E402
-from quell.torch import make_private  # noqa: E402
+from pytorch.conftest import small_plan, unpriced_poisson_plan
+from pytorch.training import examples
+from quell.noise import Key
+from quell.torch import make_private
 
 SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
     "flat": ("flat", False, "bsr", "cyclic"),
@@ -42,10 +41,7 @@ def build(name: str, physical: int | None = None, width: int = 7):
         for layer in (model[0], model[2]):
             fully_shard(layer)
         fully_shard(model)
-    if sampling == "poisson":
-        plan = small_plan(mechanism, sampling=sampling, examples=12, batch_size=1, epochs=2)
-    else:
-        plan = small_plan(mechanism, alone=True, momentum=0.9)
+    plan = unpriced_poisson_plan() if sampling == "poisson" else small_plan(mechanism, alone=True, momentum=0.9)
     momentum = plan.setup.momentum
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=momentum)
     if name == "flat":
@@ -54,9 +50,7 @@ def build(name: str, physical: int | None = None, width: int = 7):
         warnings.simplefilter("ignore")
         key = Key.from_seed(11)
     data = examples(plan.setup.examples)
-    return make_private(
-        model, optimizer, data, plan, 0.5, clipping=clipping, key=key, physical_batch_size=physical
-    )
+    return make_private(model, optimizer, data, plan, 0.5, clipping=clipping, key=key, physical_batch_size=physical)
 
 
 def train(model, optimizer, loader, steps=None, criterion=nn.functional.cross_entropy):
@@ -77,8 +71,6 @@ def put_weights(model, saved):
     for name, parameter in model.named_parameters():
         value = saved[name]
         if isinstance(parameter, DTensor):
-            from torch.distributed.tensor import distribute_tensor
-
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
         with torch.no_grad():
             parameter.copy_(value)
@@ -95,14 +87,16 @@ def audited(folder: Path, name: str) -> None:
 
     optimizer.step_hook = keep
     train(model, optimizer, loader, criterion=lambda out, y: 0.0 * out.sum())
-    torch.save([torch.stack(group) for group in zip(*rows)], folder / f"audit {name} {dist.get_rank()}.pt")
+    shards = [shard.length for shard in optimizer.run.noise._stream.shards]
+    found = {"rows": [torch.stack(group) for group in zip(*rows, strict=True)], "drawn": shards}
+    torch.save(found, folder / f"audit {name} {dist.get_rank()}.pt")
 
 
 def main(folder: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world)
     for name in SCENARIOS:
-        for physical in (None, 2):
+        for physical in (None, 2) if world == 4 else (2,):
             trio = build(name, physical)
             train(*trio)
             final = weights(trio[0])

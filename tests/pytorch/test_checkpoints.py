@@ -96,7 +96,7 @@ def test_a_second_run_with_the_same_key_is_refused(tmp_path):
     plan = small_plan(momentum=0.9)
     model, optimizer, loader = private(tmp_path / "key", plan)
     train(model, optimizer, loader, steps=2)
-    optimizer.run.noise._stream.ledger.close()
+    optimizer.close()
     model, optimizer, loader = private(tmp_path / "key", plan)
     with pytest.raises(QuellError, match="this key has released steps up to"):
         train(model, optimizer, loader, steps=1)

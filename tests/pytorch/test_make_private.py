@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from quell.noise.audit import audit
 from quell.torch import CorrelatedNoise, make_private
 
-from .conftest import small_plan
+from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, reference_run, seeded, train, without_noise
 
 MODES = ["flat", "ghost", "microbatch"]
@@ -33,6 +36,81 @@ def test_without_noise_it_is_clipped_sgd(clipping, sampling):
     reference_run(twin, sgd(twin, momentum=0.5), data, list(run.batches), run.expected_batch_size, 0.3)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6, msg=name)
+
+
+class Attention(nn.Module):
+    """A one-head transformer block over seven tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 6), nn.LayerNorm(6)
+        self.query, self.key, self.value, self.out = (nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        h = self.norm(self.embed(tokens))
+        weights = torch.softmax(self.query(h) @ self.key(h).transpose(1, 2), dim=-1)
+        return self.head((h + self.out(weights @ self.value(h))).mean(1))
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen layer plus a trained product of two thin ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(6, 8).requires_grad_(False)
+        self.down, self.up, self.head = nn.Linear(6, 2, bias=False), nn.Linear(2, 8, bias=False), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.frozen(x) + self.up(self.down(x))))
+
+
+def convolutional():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+ARCHITECTURES = {
+    "attention": (Attention, lambda x: (x.abs() * 5).long() % 7),
+    "lora": (Adapter, lambda x: x),
+    "convolutional": (convolutional, lambda x: torch.cat([x, x, x[:, :4]], 1).view(-1, 1, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("clipping", MODES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_other_architectures_without_noise(clipping, architecture):
+    make, change = ARCHITECTURES[architecture]
+    x, y = examples().tensors
+    data, plan = TensorDataset(change(x), y), without_noise(small_plan(epochs=1, alone=True))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        models.append(make())
+    model, twin = models
+    model, optimizer, loader = make_private(model, sgd(model), data, plan, 0.4, clipping=clipping, micro_batch=3)
+    train(model, optimizer, loader)
+    reference_run(twin, sgd(twin), data, list(optimizer.run.batches), 8.0, 0.4)
+    for (name, p), q in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q[1], rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
+def test_a_step_keeps_no_activations_alive(clipping, plan):
+    model = network()
+    model, optimizer, loader = make_private(model, sgd(model), examples(), plan, clipping=clipping)
+    gc.collect()
+    gc.disable()
+    try:
+        x, y = next(iter(loader))
+        loss = nn.functional.cross_entropy(model(x), y)
+        kept = weakref.ref(optimizer._engine._open)
+        loss.backward()
+        optimizer.step()
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("clipping", MODES)
@@ -140,7 +218,7 @@ def test_physical_batches_and_accumulation_change_nothing(clipping):
 
 @pytest.mark.parametrize("clipping", MODES)
 def test_empty_batches_still_get_their_noise(clipping):
-    plan = small_plan("identity", sampling="poisson", examples=12, batch_size=1, epochs=2)
+    plan = unpriced_poisson_plan()
     model = network()
     model, optimizer, loader = make_private(model, sgd(model), examples(12), plan, clipping=clipping)
     sizes = [len(batch) for batch in optimizer.run.batches]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from quell.errors import QuellError
 from quell.torch import PlanMismatchWarning, make_private
 
-from .conftest import small_plan
+from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, train
 
 MODES = ["flat", "ghost", "microbatch"]
@@ -265,7 +265,7 @@ def test_what_make_private_refuses(plan):
 
 
 def test_a_collate_function_that_cannot_be_empty():
-    plan = small_plan("identity", sampling="poisson", examples=12, batch_size=1, epochs=2)
+    plan = unpriced_poisson_plan()
     data = TensorDataset(*examples(12).tensors)
     loader = DataLoader(data, collate_fn=lambda rows: "text")
     model = network()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["regenerate", "ring", "exponentials", "fenwick"]
 
-LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # within these, noise keeps all its digits in float32 and never overflows
+LEAST_SCALE, MOST_SCALE = 2.0**-102, 2.0**100  # noise down to 2⁻²⁴ of this keeps all its digits; none overflows
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,18 +26,18 @@ class Engine:
         self.max_grad_norm = max_grad_norm
         self.mean_loss = loss_reduction == "mean"
         self._seen = 0
-        self._sums = self._zeros()
+        self._sums: dict[str, Tensor] = {}
 
     def collect(self) -> tuple[int, list[Tensor]]:
         """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded."""
         self.flush()
         seen, sums = self._seen, self._sums
-        self._seen, self._sums = 0, self._zeros()
-        return seen, list(sums.values())
+        self._seen, self._sums = 0, {}
+        return seen, [sums[name] if name in sums else _zeros(p) for name, p in self.params.items()]
 
     def discard(self) -> None:
         """Forget gradients that were computed and not collected."""
-        self._seen, self._sums = 0, self._zeros()
+        self._seen, self._sums = 0, {}
 
     def flush(self) -> None:
         """Clip whatever finished backward passes have left."""
@@ -46,10 +46,7 @@ class Engine:
     def _take(self, examples: int, sums: Mapping[str, Tensor]) -> None:
         self._seen += examples
         for name, value in sums.items():
-            self._sums[name] += value
-
-    def _zeros(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(local(p), dtype=torch.float32) for name, p in self.params.items()}
+            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
 
 @dataclass(eq=False)
@@ -58,7 +55,7 @@ class Pass:
 
     leaves: list[Tensor]
     made_by: Any  # what the engine needs to go on from there
-    stale: bool = field(default=False)
+    given_up: list[bool] = field(default_factory=list)  # not empty when another forward pass came first
 
 
 class DeferredEngine(Engine):
@@ -77,8 +74,8 @@ class DeferredEngine(Engine):
             return
         gradients = [leaf.grad for leaf in done.leaves]
         if all(gradient is None for gradient in gradients):
-            done.stale = True
-            self._forget(done)
+            done.given_up.append(True)
+            self._forget()
             return
         for name, parameter in self.params.items():
             if parameter.grad is not None:
@@ -97,7 +94,7 @@ class DeferredEngine(Engine):
     def discard(self) -> None:
         super().discard()
         if self._open is not None and any(leaf.grad is not None for leaf in self._open.leaves):
-            self._forget(self._open)
+            self._forget()
             self._open = None
 
     def _cut(self, outputs: Any, made_by: Any = None) -> Any:
@@ -106,28 +103,40 @@ class DeferredEngine(Engine):
         leaves: list[Tensor] = []
 
         def cut(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if not is_differentiable(value):
                 return value
             leaf = value.detach().requires_grad_()
             leaves.append(leaf)
             return leaf
 
         returned = pytree.tree_unflatten([cut(value) for value in flat], spec)
-        self._open = this = Pass(leaves, made_by)
+        self._open = Pass(leaves, made_by)
+        given_up = self._open.given_up  # the hook holds this alone: a cycle would keep the activations alive
         for leaf in leaves:
-            leaf.register_hook(lambda gradient: _refuse_stale(this))
+            leaf.register_hook(lambda gradient: _refuse_late(given_up))
         return returned
 
     def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
         """Sums of clipped gradients, given the gradient of every example's own loss at the outputs."""
         raise NotImplementedError
 
-    def _forget(self, done: Pass) -> None:
+    def _forget(self) -> None:
         """Drop what was kept for a pass that is not going to be used."""
 
 
-def _refuse_stale(this: Pass) -> None:
-    if this.stale:
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(local(parameter), dtype=torch.float32, requires_grad=False)
+
+
+def is_differentiable(value: Any) -> bool:
+    """Whether an output can carry a gradient; without autograd's record of it, every floating-point one may."""
+    return (
+        isinstance(value, Tensor) and value.is_floating_point() and (value.requires_grad or not torch.is_grad_enabled())
+    )
+
+
+def _refuse_late(given_up: list[bool]) -> None:
+    if given_up:
         raise QuellError(
             "the model was called twice before a backward pass: use one forward pass per loss, or clipping='flat'"
         )

@@ -29,7 +29,7 @@ except ImportError as missing:
 
 from quell.torch.clipping import clip_factors, sum_clipped
 from quell.torch.distributed import sum_over_ranks, world
-from quell.torch.engine import DeferredEngine, Engine, Pass
+from quell.torch.engine import DeferredEngine, Engine, Pass, is_differentiable
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.sharding import is_sharded, local
 
@@ -64,13 +64,16 @@ class FlatEngine(Engine):
             with torch.no_grad():
                 held = {name: self.params[name] for name in found}
                 self._take(sizes.pop(), sum_clipped(lambda: iter([found]), held, self.max_grad_norm))
-        for parameter in self.params.values():
-            parameter.grad_sample = None
+        self._drop()
 
     def discard(self) -> None:
         super().discard()
+        self._drop()
+
+    def _drop(self) -> None:
         for parameter in self.params.values():
             parameter.grad_sample = None
+            parameter.grad = None  # the sum without clipping, which autograd makes as well
 
 
 class GhostEngine(DeferredEngine):
@@ -109,7 +112,7 @@ class GhostEngine(DeferredEngine):
             return None
         if any(getattr(parameter, "_forward_counter", 0) > 1 for parameter in self.params.values()):
             raise QuellError(_TIED)
-        return self._cut(outputs, _tensors(outputs))
+        return self._cut(outputs, [value for value in pytree.tree_leaves(outputs) if is_differentiable(value)])
 
     def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
         outputs: list[Tensor] = done.made_by
@@ -160,16 +163,17 @@ class GhostEngine(DeferredEngine):
         self._backward(outputs, [_scaled(gradient, mask) for gradient in gradients], keep=True, take=True)
         factor = world()[1] if self.sharded else 1
         squares = [(local(p.grad).float() * factor).square().sum() for p in self.params.values() if p.grad is not None]
-        both = torch.stack([torch.stack(squares).sum(), norms[:1].square().sum() * alone]) if squares else mask[:0]
+        real_square = torch.stack(squares).sum() if squares else mask.new_zeros(())
+        both = torch.stack([real_square, norms[:1].square().sum() * alone])
         if self.sharded:
             sum_over_ranks([both])
         self._drop_gradients()
-        real, found = both.sqrt().tolist() if len(both) else (0.0, 0.0)
-        if not abs(real - found) <= 1e-3 * max(real, found):
+        real, found = both.sqrt().tolist()
+        if not abs(real - found) <= 5e-3 * max(real, found):  # room for TF32, not for a layer that is used twice
             raise QuellError(f"one example's gradient has norm {real:.4g}, its layers say {found:.4g}: {_OUTSIDE}")
         self._probed = real > 0
 
-    def _forget(self, done: Pass) -> None:
+    def _forget(self) -> None:
         self._hooks.forget_activations()
 
 
@@ -252,10 +256,6 @@ def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
     """Each example's rows times its factor; exactly zero where the factor is, whatever the gradient."""
     shaped = factors.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
     return torch.where(shaped > 0, gradient * shaped, 0.0)
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    return [v for v in pytree.tree_leaves(outputs) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
 def _refuse_ties(model: nn.Module) -> None:

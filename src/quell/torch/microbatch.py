@@ -30,6 +30,7 @@ class Inputs:
     structure: Any
     mapped: list[int]  # which of them have one row per example
     examples: int
+    device: torch.device
     random_state: list[Tensor]
     autocast: tuple[str, torch.dtype, bool]
 
@@ -142,7 +143,7 @@ def _inputs(args: Any, kwargs: Any, device: torch.device) -> Inputs:
     if device.type == "cuda":
         state.append(torch.cuda.get_rng_state(device))
     autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
-    return Inputs(values, structure, mapped, examples, state, autocast)
+    return Inputs(values, structure, mapped, examples, device, state, autocast)
 
 
 class _same_random_numbers(AbstractContextManager[None]):  # noqa: N801 - reads as a statement
@@ -150,14 +151,13 @@ class _same_random_numbers(AbstractContextManager[None]):  # noqa: N801 - reads 
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        on_gpu = len(inputs.random_state) > 1
-        self._fork = torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpu else [])
+        self._fork = torch.random.fork_rng(devices=[inputs.device] if inputs.device.type == "cuda" else [])
 
     def __enter__(self) -> None:
         self._fork.__enter__()
         torch.set_rng_state(self.inputs.random_state[0])
         for state in self.inputs.random_state[1:]:
-            torch.cuda.set_rng_state(state)
+            torch.cuda.set_rng_state(state, self.inputs.device)
 
     def __exit__(self, *problem: Any) -> None:
         self._fork.__exit__(*problem)

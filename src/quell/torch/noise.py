@@ -104,6 +104,11 @@ class CorrelatedNoise:
         states = [state] if isinstance(state, Mapping) else list(state)
         self._stream.reshard(self._stream.shards, states, replay=replay)
 
+    def close(self) -> None:
+        """Let go of the ledger; no more steps are released."""
+        if self._stream.ledger is not None:
+            self._stream.ledger.close()
+
     def _ordered(self, grads: Tensors) -> list[Tensor]:
         if self._names is None or not isinstance(grads, Mapping):
             return list(grads.values()) if isinstance(grads, Mapping) else list(grads)

@@ -133,8 +133,7 @@ class PrivateOptimizer(Optimizer):
 
     def scale_grad(self) -> None:
         """From sums to means, by the *expected* batch size."""
-        for parameter in self._trained:
-            parameter.grad.div_(self.expected_batch_size)
+        torch._foreach_div_([parameter.grad for parameter in self._trained], self.expected_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and the noise's. Sharded tensors are gathered: then call it on all ranks."""
@@ -164,6 +163,10 @@ class PrivateOptimizer(Optimizer):
         if self._sharded:
             _shard_state(self.original_optimizer)
         self._sums, self._pending_examples, self._used = None, 0, False
+
+    def close(self) -> None:
+        """Let go of the ledger, so that another run of this process can go on with the key."""
+        self.run.noise.close()
 
     def privacy_report(self) -> PrivacyReport:
         """What this run promises, has spent so far, and rests on."""

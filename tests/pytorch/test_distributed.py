@@ -1,0 +1,100 @@
+"""Worlds of gloo processes: the same results whatever the number of ranks, one row of noise per step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quell.noise.audit import audit
+
+from .conftest import small_plan
+from .ranks import SCENARIOS
+
+RANKS = Path(__file__).with_name("ranks.py")
+
+
+def run_world(folder: Path, world: int) -> Path:
+    """Run all scenarios in so many processes. A hang is a failure."""
+    home = folder / str(world)
+    home.mkdir()
+    command = [sys.executable, "-W", "ignore", str(RANKS), str(home)]
+    ranks = [subprocess.Popen([*command, str(rank), str(world)]) for rank in range(world)]
+    try:
+        assert [rank.wait(timeout=240) for rank in ranks] == [0] * world
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return home
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """A world of one leaves checkpoints at step 7; a world of two goes on from them."""
+    folder = tmp_path_factory.mktemp("worlds")
+    return {world: run_world(folder, world) for world in (1, 2)}
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_results_do_not_depend_on_the_number_of_ranks(worlds):
+    for name in SCENARIOS:
+        one, two = (torch.load(worlds[world] / f"final {name} 2.pt") for world in (1, 2))
+        assert_equal(one, two)
+
+
+def test_sharded_and_replicated_models_learn_the_same(worlds):
+    assert_equal(*(torch.load(worlds[2] / f"final {name} 2.pt") for name in ("flat", "fsdp")))
+    assert_equal(*(torch.load(worlds[2] / f"final {name} 2.pt") for name in ("flat empty", "fsdp empty")))
+
+
+def test_a_run_goes_on_in_a_larger_world(worlds):
+    for name in ("flat", "fsdp"):
+        assert_equal(torch.load(worlds[1] / f"final {name} 2.pt"), torch.load(worlds[2] / f"resumed {name}.pt"))
+
+
+def audit_rows(groups):
+    mechanism = small_plan("bsr", alone=True, momentum=0.9).mechanism
+    return audit(
+        [np.asarray(g, np.float64) for g in groups], mechanism.strategy.matrix(), 0.5 * mechanism.noise_multiplier
+    )
+
+
+def test_the_noise_of_two_sharded_processes_passes_the_audit(worlds):
+    ranks = [torch.load(worlds[2] / f"audit fsdp {rank}.pt") for rank in (0, 1)]
+    total = 6 * 300 + 300 + 300 * 3 + 3
+    assert sum(sum(rank["drawn"]) for rank in ranks) == total  # each rank draws its shard and nothing else
+    assert max(sum(rank["drawn"]) for rank in ranks) < 0.6 * total
+    found = audit_rows([group for rank in ranks for group in rank["rows"]])
+    assert found.passed, str(found)
+    twice = audit_rows([*ranks[0]["rows"], *ranks[0]["rows"]])  # the mutation: both ranks draw the same shard
+    assert not twice.passed
+
+
+def test_replicas_add_the_same_row(worlds):
+    first, second = (torch.load(worlds[2] / f"audit flat {rank}.pt")["rows"] for rank in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    found = audit_rows(first)
+    assert found.passed, str(found)
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path, worlds):
+    """Also in the other direction: four ranks save, one goes on."""
+    four = run_world(tmp_path, 4)
+    one = run_world(tmp_path, 1)
+    for name in SCENARIOS:
+        reference = torch.load(worlds[1] / f"final {name} 2.pt")
+        for physical in (None, 2):
+            assert_equal(reference, torch.load(four / f"final {name} {physical}.pt"))
+    for name in ("flat", "fsdp"):
+        assert_equal(torch.load(worlds[1] / f"final {name} 2.pt"), torch.load(one / f"resumed {name}.pt"))
