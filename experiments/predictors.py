@@ -22,10 +22,8 @@ class Study:
     correlations: dict[str, list[float]]  # per candidate, one for each ε
 
 
-def analysed(runs: list[Entry]) -> Study:
-    accuracy: dict[tuple[str, float], list[float]] = {}
-    for run in runs:
-        accuracy.setdefault((run["label"], run["epsilon"]), []).append(run["accuracy"])
+def analysed(accuracy: dict[tuple[str, float], list[float]], size: str) -> Study:
+    """From the accuracies of (mechanism, ε); `size` says which runs they come from."""
     epsilons = sorted({epsilon for _, epsilon in accuracy}, reverse=True)
     labels = [label for label, epsilon in accuracy if epsilon == epsilons[0]]
     labels.sort(key=lambda label: -statistics.mean(accuracy[label, epsilons[0]]))
@@ -34,7 +32,7 @@ def analysed(runs: list[Entry]) -> Study:
     for epsilon in epsilons:
         known = [label for label in labels if (label, epsilon) in accuracy]
         means = [statistics.mean(accuracy[label, epsilon]) for label in known]
-        numbers = [candidates(plans[plan_name(label, epsilon, "balls_in_bins", "full")]) for label in known]
+        numbers = [candidates(plans[plan_name(label, epsilon, "balls_in_bins", size)]) for label in known]
         for name in numbers[0]:
             rank = spearmanr([-number[name] for number in numbers], means).statistic
             correlations.setdefault(name, []).append(float(rank))

@@ -93,3 +93,7 @@ def test_a_training_step_is_clipped_gradients_plus_the_planned_noise() -> None:
 
 def test_the_results_page_is_made_from_the_result_files() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.render()
+
+
+def test_the_readme_shows_the_measured_headline() -> None:
+    assert page.headline() in (page.PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
