@@ -10,8 +10,10 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,9 @@ def machine() -> Entry:
     return {"device": device_name(), "versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
+@cache
 def device_name() -> str:
     """The GPU where PyTorch is loaded and sees one, else the processor."""
-    import sys
-
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return str(torch.cuda.get_device_name())

@@ -60,14 +60,17 @@ def logits(
 def clipped_sum(params: Params, images: Tensor, labels: Tensor, present: Tensor, max_norm: float) -> list[Tensor]:
     """The sum over examples of min(1, max_norm/‖g‖)·g, g the gradient of one example's cross-entropy.
 
-    Where `present` is 0 the example is padding and counts nothing.
+    Where `present` is 0 the example is padding and counts nothing. Images in bfloat16 make both passes run in it;
+    gradients, their norms and the sum are float32 all the same.
     """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
-    loss = functional.cross_entropy(logits(params, images, inputs, outputs), labels, reduction="sum")
+    weights = [p.to(images.dtype) for p in params]
+    found = logits(weights, images, inputs, outputs)
+    loss = functional.cross_entropy(found.float(), labels, reduction="sum")
     grads = [per_example(x, dy) for x, dy in zip(inputs, torch.autograd.grad(loss, outputs), strict=True)]
-    squares = sum(part.flatten(1).square().sum(1) for pair in grads for part in pair)
-    scale = present * (max_norm / (torch.sqrt(torch.as_tensor(squares)) + 1e-6)).clamp(max=1.0)
+    norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for pair in grads for part in pair]
+    scale = present * (max_norm / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1.0)
     summed = []
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     for (weight, bias), like in zip(grads, params[::2], strict=True):
@@ -83,8 +86,11 @@ def clipped_sum(params: Params, images: Tensor, labels: Tensor, present: Tensor,
 def per_example(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients (B, out, in) and (B, out) of a layer's weight and bias from its input and output gradient."""
     if x.dim() == 2:
-        return dy[:, :, None] * x[:, None, :], dy
+        return dy.float()[:, :, None] * x.float()[:, None, :], dy.float()
     padded = functional.pad(x, (1, 1, 1, 1)).permute(0, 2, 3, 1)
     patches = padded.unfold(1, 3, 1).unfold(2, 3, 1).permute(0, 1, 2, 4, 5, 3)  # (B, H, W, 3, 3, C)
     flat = dy.permute(0, 2, 3, 1).flatten(1, 2)  # (B, H·W, out)
-    return torch.bmm(flat.transpose(1, 2), patches.reshape(*flat.shape[:2], -1)), flat.sum(1)
+    left, right = flat.transpose(1, 2), patches.reshape(*flat.shape[:2], -1)
+    if x.dtype == torch.bfloat16 and x.is_cuda:
+        return torch.bmm(left, right, out_dtype=torch.float32), flat.sum(1, dtype=torch.float32)
+    return torch.bmm(left.float(), right.float()), flat.sum(1, dtype=torch.float32)

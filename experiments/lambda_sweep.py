@@ -6,7 +6,8 @@ predictors  sixteen mechanisms at (9, 1e-5) and (1, 1e-5), amplified: `predictor
 sweep       the λCGD paper's Figures 2 and 3 for CIFAR-10, at ε = 8 and 1, amplified and not: `lambda_sweep.json`
 
 Every point has its learning rate chosen on held-out training images with one seed, and is then trained on all 50,000
-with three. Initial weights, clip norm and the middle of the rates are those that `cifar10.py` explored.
+with three. Initial weights, clip norm and the largest of the rates are those that `cifar10.py` explored. Convolutions
+run in bfloat16; gradients are clipped and summed in float32.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import time
 
 import torch
-from cifar10 import arguments, best_of, explore_jobs, final_jobs, tune_jobs
-from common import PLANS, RESULTS, Results, read_json
+from cifar10 import arguments, best_of, explore_jobs, final_jobs, tune
+from common import PLANS, RESULTS, Entry, Results, read_json
 from plans import LAMBDAS, STUDY
 from training import Job, load, run_all
 
@@ -45,16 +46,17 @@ def main() -> None:
         plans = read_json(PLANS / f"{stage}.json")
         searches, results = (Results(options.results / f"{stage}{part}.json") for part in ("_tuning", ""))
 
-        def train(jobs: list[Job], into: Results, plans: dict = plans) -> None:
-            chosen = jobs[:2] if options.smoke else jobs
-            if not run_all(chosen, plans, data, into, options.lanes, deadline, options.smoke):
+        def train(jobs: list[Job], into: Results, plans: dict[str, Entry] = plans) -> None:
+            if not run_all(jobs, plans, data, into, options.lanes, deadline, options.smoke):
                 raise SystemExit(0)
 
-        jobs = [job for s in SETTINGS[stage] for job in tune_jobs(explored, [s], FACTORS[s[1]])]
-        print(f"-- {stage}: learning rates", flush=True)
-        train(jobs, searches)
-        print(f"-- {stage}: three seeds", flush=True)
-        train(final_jobs(searches, jobs), results)
+        print(f"-- {stage}", flush=True)
+        train(
+            final_jobs(
+                tune(explored, SETTINGS[stage][: 1 if options.smoke else None], FACTORS, searches, train, bf16=True)
+            ),
+            results,
+        )
 
 
 if __name__ == "__main__":

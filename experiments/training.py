@@ -37,12 +37,12 @@ class Job:
     rate: float
     he: bool
     seed: int
+    bf16: bool = False  # whether convolutions run in bfloat16; TF32 otherwise
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.plan} | clip {self.clip:g} | lr {self.rate:.4g} | {'he' if self.he else 'torch'} | seed {self.seed}"
-        )
+        start, precision = "he" if self.he else "torch", " | bf16" if self.bf16 else ""
+        return f"{self.plan} | clip {self.clip:g} | lr {self.rate:.4g} | {start} | seed {self.seed}{precision}"
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,8 @@ class Training:
         present = (chosen >= 0).float()
         chosen = chosen.clamp(min=0)
         images = self.train.images.index_select(0, chosen).permute(0, 3, 1, 2)
+        if self.job.bf16:
+            images = images.bfloat16()
         summed = convnet.clipped_sum(self.params, images, self.train.labels[chosen], present, self.job.clip)
         for grad, value in zip(self.grads, summed, strict=True):
             grad.copy_(value)

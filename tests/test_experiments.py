@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import common  # noqa: E402
 import convnet  # noqa: E402
+import page  # noqa: E402
 import training  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -43,6 +44,16 @@ def test_clipped_sums_equal_example_by_example_differentiation(max_norm: float) 
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+def test_bfloat16_passes_still_clip_in_float32() -> None:
+    params = convnet.init(seed=3, he=True, device=CPU)
+    images, labels = torch.randn(1, 3, 32, 32), torch.tensor([3])
+    found = convnet.clipped_sum(params, images.bfloat16(), labels, torch.ones(1), 0.5)
+    assert all(part.dtype == torch.float32 for part in found)
+    assert float(torch.cat([part.flatten() for part in found]).norm()) == pytest.approx(0.5, rel=1e-5)
+    exact = torch.cat([part.flatten() for part in convnet.clipped_sum(params, images, labels, torch.ones(1), 0.5)])
+    assert float(torch.cat([part.flatten() for part in found]) @ exact) / 0.25 > 0.99
 
 
 def test_strategies_of_plan_files_are_those_that_were_certified() -> None:
@@ -78,3 +89,11 @@ def test_a_training_step_is_clipped_gradients_plus_the_planned_noise() -> None:
     assert float(noise.std()) == pytest.approx(plan["noise_multiplier"], rel=0.01)
     for p, old, grad in zip(run.params, before, run.grads, strict=True):
         torch.testing.assert_close(p, 0.9999 * old - 0.5 * 0.1 * grad / 8.0, rtol=1e-4, atol=1e-6)
+
+
+def test_the_results_page_is_made_from_the_result_files() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.render()
+
+
+def test_the_readme_shows_the_measured_headline() -> None:
+    assert page.headline() in (page.PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
