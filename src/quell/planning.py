@@ -158,8 +158,8 @@ def make_plan(setup: Setup, progress: Progress | None = None) -> Plan:
     """The plan of a set-up: a search by estimates, then certificates for what it recommends.
 
     Mechanisms whose noise is exact, without amplification, are all certified; of the others the best by the set-up's
-    objective, and no more than that: the best of several certificates by draws would be luck. `plan_for_rmse` takes the first of up
-    to five that is good enough, so all share their failure probability between `COMPARISONS`.
+    objective, and no more than that: the best of several certificates by draws would be luck. `plan_for_rmse` takes
+    the first of up to five that is good enough, so they share their failure probability between `COMPARISONS`.
     """
     problem = problem_of(setup)
     with threadpool_limits(1):  # many small matrices: threads that wait for each other cost ten times what they save
