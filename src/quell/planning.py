@@ -25,7 +25,7 @@ from quell.search import Progress, search
 from quell.setup import Setup
 
 FORMAT, VERSION = "quell-plan", 2
-COMPARISONS = 2  # at most so many certificates by draws share one failure probability in a plan; one is used, one spare
+COMPARISONS = 8  # certificates by draws that share one failure probability: one for a plan, five for a target RMSE
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def make_plan(setup: Setup, progress: Progress | None = None) -> Plan:
     """The plan of a set-up: a search by estimates, then certificates for what it recommends.
 
     Mechanisms whose noise is exact, without amplification, are all certified; of the others the best by the set-up's
-    objective, and no more than that: the best of several certificates by draws would be luck (`COMPARISONS`).
+    objective, and no more than that: the best of several certificates by draws would be luck. `plan_for_rmse` takes
+    the first of up to five that is good enough, so they share their failure probability between `COMPARISONS`.
     """
     problem = problem_of(setup)
     with threadpool_limits(1):  # many small matrices: threads that wait for each other cost ten times what they save
