@@ -16,7 +16,20 @@ from quell.errors import QuellError
 from quell.strategy import FAMILIES
 
 RUN = ["--steps", "3900", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
-PLAN = ["plan", "--examples", "2000", "--batch-size", "100", "--epochs", "4", "--epsilon", "4", "--delta", "1e-5"]
+PLAN = [
+    "plan",
+    "--fast",
+    "--examples",
+    "2000",
+    "--batch-size",
+    "100",
+    "--epochs",
+    "4",
+    "--epsilon",
+    "4",
+    "--delta",
+    "1e-5",
+]
 
 
 def quell(*arguments: str) -> str:

@@ -185,8 +185,8 @@ def test_ten_million_examples_take_seconds_and_four_bytes_each():
         (lambda: BallsInBins(8, 9), "separation=9 exceeds"),
         (lambda: Poisson(8, 0.0), "rate=0"),
         (lambda: Poisson(8, 1.5), "rate=1.5"),
-        (lambda: CyclicPoisson.of_fraction(100, 20, 0.1), "use at most 10 groups"),
-        (lambda: BMinSep.of_fraction(100, 20, 0.1), "separate by at most that"),
+        (lambda: CyclicPoisson.of_fraction(100, 20, 0.1), "use at most 10 bands, or balls_in_bins"),
+        (lambda: BMinSep.of_fraction(100, 20, 0.1), "at most 10 bands, or balls_in_bins"),
         (lambda: scheme("balls-in-bins", steps=8, separation=4, reshuffle=True), "drawn once and kept in every epoch"),
         (lambda: scheme("random_allocation", steps=8), "there is no sampling scheme 'random_allocation': use cyclic, "),
         (lambda: scheme("poisson", steps=8), "poisson needs rate as well"),
@@ -212,7 +212,7 @@ def test_the_key_is_never_shown():
 def test_every_scheme_can_be_built_by_name():
     options = {"steps": 12, "separation": 4, "rate": 0.2, "groups": 3}
     for name, kind in SCHEMES.items():
-        takes = {field.name for field in dataclasses.fields(kind)} - {"shuffle"}
+        takes = {field.name for field in dataclasses.fields(kind)} - {"shuffle", "participations"}
         chosen = scheme(name, **{option: options[option] for option in takes})
         assert type(chosen) is kind
         assert len(list(itertools.islice(batches(chosen, 10, KEY), 12))) == 12

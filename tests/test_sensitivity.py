@@ -203,3 +203,25 @@ def test_the_overlap_bound_alone_is_sound(bands, monkeypatch):
     tested = BandedStrategy("test", np.where(np.arange(bands) <= np.arange(9)[:, None], np.ones((9, bands)), rows))
     pattern = Participation(9, 2)
     assert by_enumeration(tested.matrix(), pattern) <= room.sensitivity(tested, pattern).value * CLOSE
+
+
+def growing_noising(n=1200):
+    """A C⁻¹ of 600 bands whose C grows to 1e20: Newton's iteration on FFTs gets it wrong by a fifth."""
+    noising = np.zeros(600)
+    noising[:2] = 1.0, -1.04
+    noising[2:] = 1e-6 * np.random.default_rng(57).standard_normal(598)
+    return ToeplitzStrategy("forged", n, given_noising=noising)
+
+
+def test_a_reciprocal_that_float64_gets_wrong_is_refused():
+    with pytest.raises(QuellError, match="not inverse"):
+        growing_noising()
+
+
+def test_what_a_reciprocal_may_be_off_is_added_to_the_sensitivity():
+    noising = strategy.build("bisr", workload.prefix(1000), Participation(1000, 100), bands=600).noising
+    coefficients = strategy.build("bisr", workload.prefix(1000), Participation(1000, 100), bands=600).coefficients
+    wrong = coefficients * (1 - 1e-8)  # C smaller than the noise needs it
+    pattern = Participation(1000, 100)
+    stated = sensitivity(ToeplitzStrategy("off", 1000, wrong, noising), pattern).value
+    assert stated >= sensitivity(ToeplitzStrategy("right", 1000, coefficients), pattern).lower

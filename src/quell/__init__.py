@@ -1,7 +1,7 @@
 """Quell: training with differential privacy under correlated noise. Plan, then train.
 
 >>> import quell
->>> plan = quell.plan(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5)
+>>> plan = quell.plan(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5, sampling="cyclic")
 >>> plan.mechanism.rmse < plan.problem.dpsgd.rmse / 4
 True
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +20,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from quell import __version__, page, planning, report, verification, workload
-from quell.errors import QuellError
+from quell import __version__, costs, page, planning, questions, report, verification, workload
+from quell.costs import DEVICES
+from quell.errors import QuellError, require_count
 from quell.mechanism import Mechanism, Problem
+from quell.objective import OBJECTIVES
 from quell.page import plots
 from quell.progress import listening
-from quell.sampling import SCHEMES, Cyclic
-from quell.setup import Setup, refuse_decay_rate, scheme_name
+from quell.sampling import SCHEMES, Cyclic, scheme_names
+from quell.setup import Setup, refuse_decay_rate
 from quell.strategy import FAMILIES, Parameter, find
 
 HELP = """
@@ -69,8 +71,16 @@ Separation = Annotated[
 Momentum = Annotated[float, typer.Option(help="Momentum beta of the optimizer.")]
 WeightDecay = Annotated[float, typer.Option(help="Factor alpha that multiplies the weights each step; 1 for no decay.")]
 Schedule = Annotated[str | None, typer.Option(help="Learning-rate schedule: cosine or linear. Default: constant.")]
-Memory = Annotated[str, typer.Option(help="Model-sized noise buffers you can afford, or 'unlimited'.")]
+Memory = Annotated[
+    str, typer.Option("--memory", "--max-memory", help="Noise memory: model copies, '8GB', or 'unlimited'.")
+]
 Draws = Annotated[int, typer.Option(help="Noise vectors that may be generated per step.")]
+ModelSize = Annotated[int | None, typer.Option(help="Size of the model, for GB and noise time.")]
+Goal = Annotated[str, typer.Option(help=f"What to make small: {', '.join(OBJECTIVES)}.")]
+Adaptive = Annotated[bool, typer.Option("--adaptive", help="The optimizer is adaptive, like Adam.")]
+Schemes = Annotated[
+    str, typer.Option(help=f"Schemes your data pipeline can do: some of {', '.join(SCHEMES)}; or best.")
+]
 Sampling = Annotated[str, typer.Option(help=f"How batches are formed: {', '.join(SCHEMES)}, or best.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw a plot: a .png, .svg or .pdf file.")]
@@ -86,37 +96,66 @@ Objective = Annotated[
 @app.command()
 def plan(
     examples: Annotated[int, typer.Option(help="Size of the training set.")],
-    batch_size: Annotated[int, typer.Option(help="Examples per step.")],
-    epochs: Epochs,
     epsilon: Epsilon,
     delta: Delta,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per step.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Instead of epochs and batch size: how best to spend so many steps?")
+    ] = None,
     momentum: Momentum = 0.0,
     weight_decay: WeightDecay = 1.0,
     schedule: Schedule = None,
+    adaptive: Adaptive = False,
+    objective: Goal = "training",
     memory: Memory = "4",
     draws: Draws = 16,
-    sampling: Sampling = "cyclic",
+    parameters: ModelSize = None,
+    noise_share: Annotated[float | None, typer.Option(help="Most of a step's time for noise: 0.03 is 3%.")] = None,
+    step_seconds: Annotated[float | None, typer.Option(help="How long a step takes, for --noise-share.")] = None,
+    device: Annotated[str, typer.Option(help=f"Whose noise costs: {', '.join(DEVICES)}, measured.")] = "h200",
+    sampling: Schemes = "best",
+    fast: Annotated[bool, typer.Option("--fast", help="Without amplification: seconds become one.")] = False,
+    separation: Annotated[int | None, typer.Option(help="Per user: least steps between participations.")] = None,
+    participations: Annotated[int | None, typer.Option(help="Per user: most participations.")] = None,
+    target_rmse: Annotated[float | None, typer.Option(help="Find the least epsilon with this RMSE.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file, for quell verify.")] = None,
     plot: Plot = None,
     html: Annotated[Path | None, typer.Option(help="Write the plan as one interactive web page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare mechanisms for a training run and recommend one."""
+    """Compare mechanisms for a training run and recommend one.
+
+    With --target-rmse epsilon is only where the search for it starts.
+    """
+    if (steps is None) == (batch_size is None or epochs is None):
+        raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
     setup = Setup(
         examples=examples,
-        batch_size=batch_size,
-        epochs=epochs,
+        batch_size=batch_size or 1,
+        epochs=epochs or 1,
         epsilon=epsilon,
         delta=delta,
         momentum=momentum,
         weight_decay=weight_decay,
         learning_rates=schedule,
-        memory=_memory(memory),
+        memory=_memory(memory, parameters),
         draws=draws,
-        sampling=sampling,
+        sampling=Cyclic.name if fast else sampling,
+        objective=objective,
+        adaptive=adaptive,
+        time_limit=_time_limit(noise_share, step_seconds, parameters, device),
+        separation=separation,
+        participations=participations,
     )
+    if steps is not None:
+        _print_choices(steps, setup, as_json)
+        return
     with _progress() as advance:
-        chosen = planning.make_plan(setup, advance)
+        if target_rmse is None:
+            chosen = planning.make_plan(setup, advance)
+        else:
+            chosen = questions.plan_for_rmse(setup, target_rmse, advance)
         if save is not None:
             chosen.save(save)
         if plot is not None:
@@ -143,9 +182,12 @@ def serve(
     momentum: Momentum = 0.0,
     weight_decay: WeightDecay = 1.0,
     schedule: Schedule = None,
+    adaptive: Adaptive = False,
+    objective: Goal = "training",
     memory: Memory = "4",
     draws: Draws = 16,
-    sampling: Sampling = "cyclic",
+    parameters: ModelSize = None,
+    sampling: Schemes = "best",
 ) -> None:
     """Show plans live in a browser, with sliders, on this machine only."""
     from quell.page import server
@@ -159,11 +201,35 @@ def serve(
         momentum=momentum,
         weight_decay=weight_decay,
         learning_rates=schedule,
-        memory=_memory(memory),
+        memory=_memory(memory, parameters),
         draws=draws,
         sampling=sampling,
+        objective=objective,
+        adaptive=adaptive,
     )
     server.serve(setup, port, lambda text: console.print(text, highlight=False))
+
+
+@app.command()
+def bench(
+    parameters: Annotated[int, typer.Option(help="Size of the gradient to add noise to.")] = 10_000_000,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Measure what noise costs on this machine, for quell plan --device measured."""
+    from quell.bench import measure
+
+    cost = measure(parameters, device)
+    path = costs.keep(cost, f"{device}, {parameters:,} float32 parameters")
+    if as_json:
+        _print_json({"file": str(path), **vars(cost)})
+        return
+    console.print(
+        f"Nanoseconds per parameter and step on this {device}: independent noise {cost.base:.3g}, "
+        f"each further draw {cost.draw:.3g}, each buffer {cost.buffer:.3g}.\nWritten: {path}",
+        highlight=False,
+        markup=False,
+    )
 
 
 @app.command()
@@ -336,16 +402,60 @@ def _problem(
     scheme = Cyclic.from_epochs(steps, epochs) if separation is None else Cyclic(steps, separation)
     rates = None if schedule is None else workload.schedule(schedule, scheme.participation.steps)
     task = workload.sgd(steps, momentum, weight_decay, rates)
-    return Problem(task, scheme, epochs, epsilon, delta, scheme_name(sampling))
+    return Problem(task, scheme, epochs, epsilon, delta, ",".join(scheme_names(sampling)))
 
 
-def _memory(text: str) -> float | None:
+def _memory(text: str, parameters: int | None) -> float | None:
+    """Model copies from '4', '8GB' (float32 buffers) or 'unlimited'."""
     if text == "unlimited":
         return None
     try:
-        return float(text)
+        if not text.upper().endswith("GB"):
+            return float(text)
+        size = float(text[:-2])
     except ValueError:
-        raise QuellError(f"memory={text!r} must be a number of model copies, or 'unlimited'") from None
+        raise QuellError(
+            f"memory={text!r} must be a number of model copies, a size such as 8GB, or 'unlimited'"
+        ) from None
+    if parameters is None:
+        raise QuellError(f"memory={text!r} needs --parameters, the size of the model, as well")
+    return size * 1e9 / (4 * require_count("parameters", parameters))
+
+
+def _time_limit(
+    share: float | None, step_seconds: float | None, parameters: int | None, device: str
+) -> costs.TimeLimit | None:
+    if share is None:
+        return None
+    if step_seconds is None or parameters is None:
+        raise QuellError("--noise-share needs --step-seconds and --parameters as well")
+    return costs.TimeLimit.of_share(share, step_seconds, parameters, device)
+
+
+def _print_choices(steps: int, setup: Setup, as_json: bool) -> None:
+    with _progress() as advance:
+        choices = questions.choices_for_steps(steps, setup, advance)
+    if as_json:
+        keys = ("epochs", "batch_size")
+        _print_json(
+            [
+                {
+                    **{key: getattr(choice.setup, key) for key in keys},
+                    "mechanism": choice.mechanism.name,
+                    "sampling": choice.mechanism.sampling,
+                    "noise_per_example": choice.noise_per_example,
+                }
+                for choice in choices
+            ]
+        )
+        return
+    console.print(report.choices_table(choices))
+    best = min(choices, key=lambda choice: choice.noise_per_example)
+    console.print(
+        f"Of these, {best.setup.epochs} epochs with batches of {best.setup.batch_size:,} leave the least error per "
+        "example seen (estimates: plan that run to certify it).",
+        highlight=False,
+    )
 
 
 def _sweep(name: str, text: str) -> list[float]:
@@ -373,7 +483,7 @@ def _print_json(content: Any) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[planning.Progress]:
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on standard error that disappears when done."""
     columns = (
         TextColumn("{task.description}"),

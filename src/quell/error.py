@@ -61,8 +61,8 @@ def query_variances(strategy: Strategy, workload: Workload) -> Array:
 
 def _exact_variances(strategy: Strategy, workload: Workload) -> Array:
     if isinstance(strategy, TreeStrategy):
-        if workload.is_prefix:  # as many tree nodes as the step number has one bits
-            return np.bitwise_count(np.arange(1, workload.steps + 1)).astype(np.float64)
+        if workload.given is None and workload.rates is None and workload.momentum == 0:
+            return _tree_variances(strategy, workload.decay)
         return _dense_variances(strategy, workload)
     if isinstance(strategy, BandedStrategy):
         return _banded_variances(strategy, workload)
@@ -78,6 +78,23 @@ def _exact_variances(strategy: Strategy, workload: Workload) -> Array:
     # A⁻¹θ = diag(1/scale)·T(noising)·z: scale the rows of A⁻¹ instead of the noise.
     rows = bands if strategy.column_scale is None else bands * strategy.column_scale[:, None]
     return banded.query_variances(rows, strategy.noising[: workload.steps])
+
+
+def _tree_variances(strategy: TreeStrategy, decay: float) -> Array:
+    """In O(n): node u, of length L, enters at step u with weight 1 that decays, and is taken out again at step u + L.
+
+    So its weight is α^L there without, and α^L − 1 with the correction, and both decay: the sum of squares follows a
+    first-order recursion. Without decay it counts the one bits of the step number.
+    """
+    from scipy.signal import lfilter
+
+    starts, stops = strategy.intervals()
+    length = stops - starts
+    change = np.ones(strategy.steps)
+    out = stops + length - 1  # of the array: steps count from 1
+    kept = out < strategy.steps
+    np.add.at(change, out[kept], 1.0 - 2.0 * decay ** length[kept].astype(np.float64))
+    return np.asarray(lfilter([1.0], [1.0, -decay * decay], change))
 
 
 def _banded_variances(strategy: ToeplitzStrategy | BandedStrategy, workload: Workload) -> Array:

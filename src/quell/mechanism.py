@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,29 +11,65 @@ from typing import Any
 from quell import bounds, privacy
 from quell.error import Error, error
 from quell.errors import QuellError, at_least
-from quell.privacy import Guarantee, gaussian_sigma
-from quell.sampling import SCHEMES, BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
+from quell.objective import training_error
+from quell.privacy import Estimate, Guarantee, gaussian_sigma
+from quell.privacy.ledger import round_up
+from quell.quick import quick
+from quell.sampling import SCHEMES, BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme, scheme_names
 from quell.strategy import Parameter, Strategy, build, describe
 from quell.workload import Workload
 
+_MOST_BINS = 16_384  # steps per epoch up to which balls in bins is tried unasked: every draw takes so many numbers
 MOST_NUMBERS = 1_000_000  # of an optimised strategy that a row can hold
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One row of a comparison. RMSE and MaxSE are those of the iterates per unit of clip norm, noise included."""
+    """One row of a comparison. RMSE and MaxSE are those of the iterates per unit of clip norm, noise included.
+
+    Its noise rests on a `claim`: a guarantee, or an estimate where a search has not certified it.
+    """
 
     strategy: Strategy
-    guarantee: Guarantee
+    claim: Guarantee | Estimate
     unit_error: Error
+    unit_training: float  # `quell.objective.training_error`
 
     @property
     def name(self) -> str:
         return self.strategy.family
 
     @property
+    def certified(self) -> bool:
+        """Whether the noise is proven to keep the promise; only such mechanisms are recommended and saved."""
+        return self.claim.certified
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The proven promise; an estimate has none."""
+        if isinstance(self.claim, Estimate):
+            raise QuellError(
+                f"{describe(self.strategy)} has only an estimate of its noise: price it to get a guarantee"
+            )
+        return self.claim
+
+    @property
+    def sampling(self) -> str:
+        """The name of the scheme that its noise is for."""
+        return self.claim.sampling
+
+    @property
     def noise_multiplier(self) -> float:
-        return self.guarantee.noise_multiplier
+        return self.claim.noise_multiplier
+
+    @property
+    def training(self) -> float:
+        """The objective `training` (`quell.objective`)."""
+        return self.unit_training * self.noise_multiplier
+
+    def score(self, objective: str) -> float:
+        """What a plan with this objective makes small."""
+        return {"rmse": self.rmse, "maxse": self.maxse, "training": self.training}[objective]
 
     @property
     def rmse(self) -> float:
@@ -51,9 +88,7 @@ class Mechanism:
         return self.strategy.recurrence.draws
 
     def __repr__(self) -> str:
-        return (
-            f"<{describe(self.strategy)}: σ={at_least(self.noise_multiplier)}, RMSE {self.rmse:.4g}, {self.guarantee}>"
-        )
+        return f"<{describe(self.strategy)}: σ={at_least(self.noise_multiplier)}, RMSE {self.rmse:.4g}, {self.claim}>"
 
 
 @dataclass(frozen=True)
@@ -65,7 +100,9 @@ class Problem:
     epochs: int
     epsilon: float
     delta: float
-    sampling: str = Cyclic.name  # the scheme, or "best" where each mechanism takes its own
+    sampling: str = Cyclic.name  # the allowed schemes, of which each mechanism takes its best
+    adaptive: bool = False  # whether the optimizer is; the objective `training` asks
+    unit: str = "example"  # whose presence is hidden
 
     def __post_init__(self) -> None:
         count, b = self.cycle.participation.count, self.cycle.separation
@@ -86,33 +123,63 @@ class Problem:
         return self.priced(build(name, self.workload, self.cycle.participation, None, **parameters))
 
     def priced(self, strategy: Strategy, sampling: str | None = None, comparisons: int = 1) -> Mechanism:
-        """A strategy with the least noise that keeps the promise under a scheme (the problem's own by default).
+        """A strategy with the least noise that keeps the promise under a scheme (the best allowed by default).
 
         Where the best of several is taken, say between how many: certificates by sampling share their failure
         probability.
         """
         if sampling is None:
             options = self.schemes_for(strategy)
-            sampling = min(options, key=lambda name: self.estimated(strategy, name)) if len(options) > 1 else options[0]
+            sampling = min(options, key=lambda name: self._about(strategy, name)) if len(options) > 1 else options[0]
         scheme = self.scheme_of(strategy, sampling)
-        guarantee = privacy.calibrate(strategy, scheme, self.epsilon, self.delta, comparisons)
-        return Mechanism(strategy, guarantee, error(strategy, self.workload))
+        return self.with_claim(strategy, privacy.calibrate(strategy, scheme, self.epsilon, self.delta, comparisons))
 
-    def estimated(self, strategy: Strategy, sampling: str) -> float:
-        """About the RMSE under a scheme, for a search; infinite where the two do not go together."""
+    def estimated(self, strategy: Strategy, sampling: str, near: float | None = None) -> Mechanism:
+        """The same in a fraction of the time, for a search: the noise is an estimate (`quell.quick`)."""
+        scheme = self.scheme_of(strategy, sampling)
+        return self.with_claim(strategy, quick(strategy, scheme, self.epsilon, self.delta, near))
+
+    def certified(self, mechanism: Mechanism, comparisons: int = 1) -> Mechanism:
+        """The same strategy and scheme with noise that is proven to suffice."""
+        strategy, noise = mechanism.strategy, mechanism.noise_multiplier
+        scheme = self.scheme_of(strategy, mechanism.sampling)
+        if isinstance(scheme, Poisson | CyclicPoisson):  # nothing is drawn: a little more than the estimate will do
+            for more in (1.0005, 1.002, 1.008):
+                with suppress(QuellError):
+                    enough = round_up(noise * more)
+                    return self.with_claim(
+                        strategy, privacy.certify(strategy, scheme, enough, self.epsilon, self.delta)
+                    )
+        return self.priced(strategy, mechanism.sampling, comparisons)
+
+    def unit_score(self, strategy: Strategy, objective: str) -> float:
+        """The objective per unit of noise."""
+        if objective == "training":
+            return training_error(strategy, self.workload, self.adaptive)
+        return float(getattr(error(strategy, self.workload), objective))
+
+    def with_claim(self, strategy: Strategy, claim: Guarantee | Estimate) -> Mechanism:
+        unit_training = training_error(strategy, self.workload, self.adaptive)
+        return Mechanism(strategy, claim, error(strategy, self.workload), unit_training)
+
+    def _about(self, strategy: Strategy, sampling: str) -> float:
         try:
-            scheme = self.scheme_of(strategy, sampling)
-            noise = privacy.estimate(strategy, scheme, self.epsilon, self.delta).noise_multiplier
-            return noise * error(strategy, self.workload).rmse
-        except QuellError:
+            return self.estimated(strategy, sampling).noise_multiplier
+        except QuellError:  # the two do not go together
             return math.inf
 
     def schemes_for(self, strategy: Strategy) -> tuple[str, ...]:
-        """The schemes to try: the problem's own, or for "best" all that can amplify this strategy, and cyclic."""
-        if self.sampling != "best":
-            return (self.sampling,)
-        few = getattr(strategy, "bands", self.workload.steps) <= self.cycle.separation
-        return ("balls_in_bins", "cyclic_poisson", "cyclic") if few else ("balls_in_bins", "cyclic")
+        """The allowed schemes that can amplify this strategy, and cyclic; a single allowed one is not questioned."""
+        allowed = scheme_names(self.sampling)
+        if len(allowed) == 1:
+            return allowed
+        bands = getattr(strategy, "bands", self.workload.steps)
+        most = {"poisson": 1, "cyclic_poisson": self.cycle.separation, "b_min_sep": self.cycle.separation}
+        if self.cycle.separation > _MOST_BINS:
+            most["balls_in_bins"] = 0
+        if bands == 1 and "poisson" in allowed:  # nothing amplifies independent noise more
+            most["cyclic_poisson"] = most["balls_in_bins"] = 0
+        return tuple(name for name in allowed if bands <= most.get(name, bands))
 
     def scheme_of(self, strategy: Strategy, sampling: str) -> Scheme:
         """The scheme of that name for this run: same steps and expected batch size, groups as the strategy needs."""
@@ -133,15 +200,21 @@ class Problem:
 
     @cached_property
     def dpsgd(self) -> Mechanism:
-        """Independent noise under the same guarantee and scheme; Poisson sampling where schemes are free."""
+        """The yardstick: independent noise under the same promise and the best of the allowed schemes, estimated."""
         identity = build("identity", self.workload, self.cycle.participation)
-        return self.priced(identity, "poisson" if self.sampling in ("best", "cyclic_poisson") else self.sampling)
+        allowed = scheme_names(self.sampling)
+        coins = "poisson" if (len(allowed) > 1 and "poisson" in allowed) or allowed == ("cyclic_poisson",) else None
+        return self.estimated(identity, coins or allowed[0])
 
     @cached_property
     def lower_bound(self) -> float:
         """No mechanism without amplification has a smaller RMSE."""
         bound = bounds.lower_bound(self.workload, self.cycle.participation)
         return bound.value * gaussian_sigma(self.epsilon, self.delta)
+
+    def promise(self, mechanism: Mechanism) -> str:
+        """The guarantee in words, with the unit of privacy that this problem is about."""
+        return str(mechanism.guarantee).replace("per example", f"per {self.unit}")
 
     def row(self, mechanism: Mechanism) -> dict[str, Any]:
         """The mechanism as plain data: the keys of `--json` and of plan files (documented in docs/json.md)."""
@@ -165,6 +238,7 @@ class Problem:
             "noise_multiplier": mechanism.noise_multiplier,
             "rmse": mechanism.rmse,
             "maxse": mechanism.maxse,
+            "training": mechanism.training,
             "buffers": mechanism.buffers,
             "draws": mechanism.draws,
             "dpsgd_rmse": self.dpsgd.rmse,
@@ -172,7 +246,7 @@ class Problem:
             "guarantee": {
                 "epsilon": guarantee.epsilon,
                 "delta": guarantee.delta,
-                "unit": "example",
+                "unit": self.unit,
                 "adjacency": guarantee.adjacency,
                 "sampling": guarantee.sampling,
                 "method": guarantee.method.split(" (")[0],

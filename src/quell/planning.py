@@ -10,44 +10,73 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quell.error import error
+from threadpoolctl import threadpool_limits
+
 from quell.errors import QuellError
 from quell.mechanism import MOST_NUMBERS, Mechanism, Problem
-from quell.progress import announce
+from quell.quick import quick_epsilon
 from quell.sampling import Cyclic
-from quell.sensitivity import sensitivity
+from quell.search import Progress, search
 from quell.setup import Setup
-from quell.strategy import FAMILIES, Limits, Parameter, Strategy, build
 
-FORMAT, VERSION = "quell-plan", 1
-COMPARISONS = len(FAMILIES)  # a plan takes the best of so many certificates, which share one failure probability
-_FINALISTS = 3  # candidates of a family that are estimated under an amplifying scheme
-
-Progress = Callable[[int, int, str], None]
+FORMAT, VERSION = "quell-plan", 2
+COMPARISONS = 2  # at most so many certificates by draws share one failure probability in a plan; one is used, one spare
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A set-up, the mechanisms that were compared, and the recommended one.
+    """A set-up, the certified mechanisms, the recommended one, and what else the search saw.
 
-    `mechanisms` are sorted by RMSE, best first; those beyond the set-up's memory or draws are listed but never
-    recommended.
+    `mechanisms` all carry a guarantee; they are what a plan file holds. `estimates` are mechanisms whose noise is only
+    estimated: they show what else there is, and are never recommended or saved. Both are sorted by the set-up's
+    objective, best first; those beyond the set-up's limits are listed but never recommended.
     """
 
     setup: Setup
     mechanisms: tuple[Mechanism, ...]
     recommended: int
+    estimates: tuple[Mechanism, ...] = ()
+
+    def __post_init__(self) -> None:
+        for mechanism in self.mechanisms:
+            mechanism.guarantee  # noqa: B018 - refuses an estimate
 
     @property
     def mechanism(self) -> Mechanism:
         """The recommended mechanism."""
         return self.mechanisms[self.recommended]
+
+    @cached_property
+    def alternatives(self) -> tuple[Mechanism, ...]:
+        """Every mechanism that was looked at, certified or estimated, best first by the set-up's objective."""
+        everything = (*self.mechanisms, *self.estimates)
+        return tuple(sorted(everything, key=lambda mechanism: mechanism.score(self.setup.objective)))
+
+    @property
+    def lower_bound(self) -> float:
+        """No mechanism without amplification has a smaller RMSE."""
+        return self.problem.lower_bound
+
+    @cached_property
+    def dpsgd_equivalent_epsilon(self) -> float:
+        """The ε that DP-SGD would have to spend for the recommended mechanism's RMSE, about."""
+        return equivalent_epsilon(self.problem, self.mechanism)
+
+    def explain(self) -> str:
+        """Why this mechanism, what it buys, and what would change the answer, in plain sentences."""
+        from quell.report import explanation
+
+        return explanation(self)
+
+    def _repr_html_(self) -> str:
+        from quell.report import plan_html
+
+        return plan_html(self)
 
     @property
     def epochs(self) -> int:
@@ -126,80 +155,48 @@ def plan(progress: Progress | None = None, **setup: Any) -> Plan:
 
 
 def make_plan(setup: Setup, progress: Progress | None = None) -> Plan:
-    """The plan of a set-up: the best mechanism of every family, each with a certified guarantee.
+    """The plan of a set-up: a search by estimates, then certificates for what it recommends.
 
-    Within a family candidates are ranked by their RMSE without amplification, and where the scheme amplifies
-    the first few again by estimates under it; only the one that is kept is certified.
+    Mechanisms whose noise is exact, without amplification, are all certified; of the others the best by the set-up's
+    objective, and no more than that: the best of several certificates by draws would be luck (`COMPARISONS`).
     """
     problem = problem_of(setup)
-    best: list[Mechanism] = []
-    for done, (name, candidates) in enumerate(found := list(_candidates(setup, problem))):
-        if progress is not None:
-            progress(done, len(found), name)
-        try:
-            best.append(_best_of(setup, problem, name, candidates))
-        except (
-            QuellError
-        ) as refusal:  # a search that did not converge, a scheme that does not fit: the others still can
-            announce(str(refusal))
-    if progress is not None:
-        progress(len(found), len(found), "done")
-    if not best:
-        raise QuellError(f"no mechanism goes with sampling={setup.sampling} here: use balls_in_bins, cyclic or best")
-    rows = sorted(best, key=lambda mechanism: mechanism.rmse)
-    return Plan(setup, tuple(rows), recommend(setup, rows))
-
-
-def _best_of(setup: Setup, problem: Problem, name: str, candidates: list[dict[str, Parameter]]) -> Mechanism:
-    """The mechanism of one family with the least RMSE that fits the set-up, certified."""
-    plain: list[tuple[tuple[bool, float], Strategy]] = []
-    refusals: list[QuellError] = []
-    for parameters in candidates:
-        try:
-            strategy = build(name, problem.workload, problem.cycle.participation, None, **parameters)
-            moved = sensitivity(strategy, problem.cycle.participation)
-            cost = strategy.recurrence
-            misfit = cost.buffers > setup.buffer_limit or cost.draws > setup.draws
-            plain.append(((misfit, moved.value * error(strategy, problem.workload).rmse), strategy))
-        except QuellError as refusal:
-            refusals.append(refusal)
-    if not plain:
-        raise refusals[0]
-    plain.sort(key=lambda entry: entry[0])
-    if setup.sampling == Cyclic.name:
-        return problem.priced(plain[0][1])
-    options = [
-        (misfit, problem.estimated(strategy, sampling), sampling, strategy)
-        for (misfit, _), strategy in plain[:_FINALISTS]
-        for sampling in problem.schemes_for(strategy)
-    ]
-    _, _, sampling, strategy = min(options, key=lambda option: option[:2])
-    return problem.priced(strategy, sampling, COMPARISONS)  # where the two do not go together, this says why
+    with threadpool_limits(1):  # many small matrices: threads that wait for each other cost ten times what they save
+        found = search(setup, problem, progress)
+        if not found:
+            raise QuellError(f"no mechanism goes with sampling={setup.sampling} here: add balls_in_bins or cyclic")
+        wanted = [mechanism for mechanism in found if mechanism.sampling == Cyclic.name]
+        if found[0] not in wanted:
+            wanted.append(found[0])
+        certified = [problem.certified(mechanism, COMPARISONS) for mechanism in wanted]
+    rows = sorted(certified, key=lambda mechanism: mechanism.score(setup.objective))
+    rest = tuple(mechanism for mechanism in found if mechanism not in wanted)
+    return Plan(setup, tuple(rows), recommend(setup, rows), rest)
 
 
 def recommend(setup: Setup, mechanisms: list[Mechanism] | tuple[Mechanism, ...]) -> int:
-    """The smallest RMSE that fits; DP-SGD always does."""
+    """The least score that fits."""
     return min(range(len(mechanisms)), key=lambda i: _rank(setup, mechanisms[i]))
 
 
 def fits(setup: Setup, mechanism: Mechanism) -> bool:
-    """Whether the mechanism's noise stays within the set-up's memory and draws."""
-    return mechanism.buffers <= setup.buffer_limit and mechanism.draws <= setup.draws
+    """Whether the mechanism's noise stays within what the set-up allows."""
+    return setup.allows(mechanism.buffers, mechanism.draws)
 
 
 def problem_of(setup: Setup) -> Problem:
-    return Problem(setup.workload, setup.cycle, setup.epochs, setup.epsilon, setup.delta, setup.sampling)
+    cycle = setup.cycle
+    uses = cycle.participation.count if setup.user_level else setup.epochs
+    unit = "user" if setup.user_level else "example"
+    return Problem(setup.workload, cycle, uses, setup.epsilon, setup.delta, setup.sampling, setup.adaptive, unit)
+
+
+def equivalent_epsilon(problem: Problem, mechanism: Mechanism) -> float:
+    """The ε at which DP-SGD, under the scheme of the problem's yardstick, has the mechanism's RMSE, about."""
+    dpsgd = problem.dpsgd
+    noise = mechanism.rmse / dpsgd.unit_error.rmse
+    return quick_epsilon(dpsgd.strategy, problem.scheme_of(dpsgd.strategy, dpsgd.sampling), noise, problem.delta)
 
 
 def _rank(setup: Setup, mechanism: Mechanism) -> tuple[bool, float]:
-    return not fits(setup, mechanism), mechanism.rmse
-
-
-def _candidates(setup: Setup, problem: Problem) -> Iterator[tuple[str, list[dict[str, Parameter]]]]:
-    limits = Limits(problem.cycle.participation, setup.buffer_limit, setup.draws)
-    for family in FAMILIES.values():
-        candidates = list(family.candidates(problem.workload, limits))
-        if "training" in family.objectives and setup.sampling != Cyclic.name:
-            candidates += [{**options, "objective": "training"} for options in candidates]  # amplification likes less
-        if candidates:
-            yield family.name, candidates
+    return not fits(setup, mechanism), mechanism.score(setup.objective)

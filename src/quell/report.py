@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,35 +16,46 @@ from rich.table import Table
 from quell.errors import QuellError, at_least
 from quell.mechanism import Mechanism, Problem
 from quell.planning import Plan, fits
+from quell.questions import Choice, changes
+from quell.sampling import Cyclic
+from quell.search import pareto
 from quell.verification import Check
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_CAPTION = (
+    "σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. gain: DP-SGD's RMSE over "
+    "this one. mem: model-sized vectors kept. draws: noise vectors made per step. p: bands, d: buffers. *: columns "
+    "normalised."
+)
+_PLAN_CAPTION = " train: the objective of the plan. ~: estimated, not certified. Dimmed: beyond the limits."
+
 
 def mechanism_table(problem: Problem, mechanisms: Sequence[Mechanism], plan: Plan | None = None) -> Table:
     """One row per mechanism; the recommended one of a plan is marked, those beyond its limits are dimmed."""
+    measure = "maxse" if plan is None or plan.setup.objective == "rmse" else plan.setup.objective
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption="σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. "
-        "gain: DP-SGD's RMSE over this one. gap: this RMSE over the lower bound. buffers: model-sized vectors kept. "
-        "draws: noise vectors made per step. p: bands, d: buffers. *: columns normalised.",
+        caption=_CAPTION + (_PLAN_CAPTION if plan is not None else ""),
         caption_justify="left",
         padding=(0, 1, 0, 0),
     )
     table.add_column("mechanism", no_wrap=True)
-    for title in ("σ", "RMSE", "MaxSE", "gain", "gap", "buffers", "draws"):
-        table.add_column(title, justify="right", no_wrap=True, min_width=max(len(title), 5))
-    for index, mechanism in enumerate(mechanisms):
-        chosen = plan is not None and index == plan.recommended
+    table.add_column("sampling", no_wrap=True)
+    for title in ("σ", "RMSE", {"maxse": "MaxSE", "training": "train"}[measure], "gain", "mem", "draws"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for mechanism in mechanisms:
+        chosen = plan is not None and mechanism is plan.mechanism
         style = "bold green" if chosen else ("dim" if plan is not None and not fits(plan.setup, mechanism) else None)
+        noise = at_least(mechanism.noise_multiplier, 4 if mechanism.certified else 3)
         table.add_row(
             ("➤ " if chosen else "  ") + label(mechanism),
-            at_least(mechanism.noise_multiplier, 4),
+            mechanism.sampling,
+            noise if mechanism.certified else f"~{noise}",
             f"{mechanism.rmse:.4g}",
-            f"{mechanism.maxse:.4g}",
-            f"{problem.dpsgd.rmse / mechanism.rmse:.3g}×",
-            f"{mechanism.rmse / problem.lower_bound:.3g}×",
+            f"{mechanism.score(measure):.4g}",
+            f"{problem.dpsgd.rmse / mechanism.rmse:.2g}×",
             f"{mechanism.buffers:,}",
             f"{mechanism.draws:,}",
             style=style,
@@ -67,7 +79,7 @@ def details(problem: Problem, mechanism: Mechanism) -> str:
     lines = [
         f"Sensitivity {moved.value:.6g} ({moved.kind}; {moved.method}) for {problem.cycle.participation.count} uses "
         f"of an example at least {problem.cycle.separation:,} steps apart.",
-        f"Promise: {mechanism.guarantee}.",
+        f"Promise: {problem.promise(mechanism)}.",
     ]
     if how is not None:
         lines.append(
@@ -78,18 +90,92 @@ def details(problem: Problem, mechanism: Mechanism) -> str:
 
 
 def recommendation(plan: Plan) -> str:
-    """What to use and what it buys, in plain sentences."""
+    """What to use and what it buys, in two plain sentences."""
     chosen, problem = plan.mechanism, plan.problem
+    promise = f"({plan.setup.epsilon:g}, {plan.setup.delta:g})-DP"
+    if chosen.name == "identity":
+        return (
+            f"Use DP-SGD with {chosen.sampling} sampling and noise multiplier {at_least(chosen.noise_multiplier)}. "
+            "Nothing within your limits does better here: with so little privacy budget, or so few steps, what "
+            "amplification gives independent noise is worth more than cancelling."
+        )
     gain = problem.dpsgd.rmse / chosen.rmse
-    copies = "buffer" if chosen.buffers == 1 else "buffers"
-    cost = "no extra memory" if not chosen.buffers else f"{chosen.buffers:,} model-sized {copies}"
-    draws = "one noise vector" if chosen.draws == 1 else f"{chosen.draws} noise vectors"
     return (
-        f"Use {label(chosen)} with noise multiplier {at_least(chosen.noise_multiplier)}: {gain:.2f} times less error "
-        f"than DP-SGD at the same privacy, for {cost} and {draws} per step.\n"
-        f"Without amplification no mechanism at all has an RMSE below {problem.lower_bound:.4g}. "
-        f"Promise: {chosen.guarantee}."
+        f"Use {label(chosen)} with {chosen.sampling} sampling and noise multiplier "
+        f"{at_least(chosen.noise_multiplier)}: {_cost(chosen)}. "
+        f"It leaves {gain:.3g} times less error in the model than DP-SGD at the same {promise}, as if you had trained "
+        f"DP-SGD at ε={_rough(plan.dpsgd_equivalent_epsilon)}."
     )
+
+
+def explanation(plan: Plan) -> str:
+    """The recommendation, the other choice, what would change the answer, the bound, and the promise."""
+    chosen, problem, objective = plan.mechanism, plan.problem, plan.setup.objective
+    lines = [recommendation(plan)]
+    affordable = [mechanism for mechanism in plan.alternatives if fits(plan.setup, mechanism)]
+    other = min(affordable, key=lambda mechanism: mechanism.rmse)
+    if objective == "training" and other is not chosen and other.rmse < 0.99 * chosen.rmse:
+        lines.append(
+            f"By RMSE alone the choice would be {label(other)} with {other.sampling} sampling (RMSE {other.rmse:.4g} "
+            f"instead of {chosen.rmse:.4g}); it cancels more than training tends to like: --objective rmse."
+        )
+    at_no_memory = [m for m in plan.alternatives if plan.setup.allows(0, m.draws)]
+    front = pareto(at_no_memory, objective)
+    lines.append(
+        "Error against memory: "
+        + "; ".join(f"{_copies(each.buffers)}: {label(each)} {each.score(objective):.4g}" for each in front)
+        + "."
+    )
+    for change in changes(plan):
+        verb = "lower" if change.ratio < 1 else "raise"
+        per = "" if change.what.endswith("memory") else " per example seen"
+        lines.append(
+            f"With {change.what}, {label(change.mechanism)} ({change.mechanism.sampling}) would {verb} the error{per} "
+            f"by {abs(1 - change.ratio):.0%}."
+        )
+    ratio = chosen.rmse / plan.lower_bound
+    where = (
+        f"this one is {ratio:.3g} times that" if ratio >= 1 else f"amplification takes this one to {ratio:.3g} of that"
+    )
+    lines.append(f"Without amplification no mechanism at all has an RMSE below {plan.lower_bound:.4g}; {where}.")
+    lines.append(f"Promise: {problem.promise(chosen)}.")
+    if chosen.sampling != Cyclic.name:
+        lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
+    return "\n".join(lines)
+
+
+def choices_table(choices: Sequence[Choice]) -> Table:
+    """Ways to spend a fixed number of steps."""
+    table = Table("epochs", "batch", "mechanism", "sampling", "σ", "error per example seen", box=box.SIMPLE_HEAD)
+    least = choices[0].noise_per_example
+    for choice in choices:
+        table.add_row(
+            f"{choice.setup.epochs:,}",
+            f"{choice.setup.batch_size:,}",
+            label(choice.mechanism),
+            choice.mechanism.sampling,
+            f"~{at_least(choice.mechanism.noise_multiplier, 4)}",
+            f"{choice.noise_per_example / least:.3f} × that of one epoch",
+        )
+    return table
+
+
+def _cost(mechanism: Mechanism) -> str:
+    memory = "no extra memory" if not mechanism.buffers else f"{_copies(mechanism.buffers)} of memory"
+    return f"{memory}, {'one noise vector' if mechanism.draws == 1 else f'{mechanism.draws} noise vectors'} per step"
+
+
+def _copies(buffers: int) -> str:
+    return "1 model copy" if buffers == 1 else f"{buffers:,} model copies"
+
+
+def _rough(epsilon: float) -> str:
+    return f"{epsilon:.3g}" if epsilon < 1000 else "1000 or more"
+
+
+def plan_html(plan: Plan) -> str:
+    """The plan for a notebook."""
+    return f"<pre>{html.escape(plan_text(plan))}</pre>"
 
 
 def plan_text(plan: Plan) -> str:
@@ -100,14 +186,19 @@ def plan_text(plan: Plan) -> str:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    setup = plan.setup
+    setup, problem = plan.setup, plan.problem
+    uses = (
+        f"a user at most {problem.cycle.participation.count} times, every {problem.cycle.separation:,} steps"
+        if setup.user_level
+        else f"an example at most every {setup.steps_per_epoch:,} steps"
+    )
     console.print(
         f"{setup.examples:,} examples, batches of {setup.batch_size:,}, {setup.epochs} epochs: {setup.steps:,} steps, "
-        f"an example at most every {setup.steps_per_epoch:,} steps; target ({setup.epsilon:g}, {setup.delta:g})-DP",
+        f"{uses}; target ({setup.epsilon:g}, {setup.delta:g})-DP",
         highlight=False,
     )
-    console.print(mechanism_table(plan.problem, plan.mechanisms, plan))
-    console.print(recommendation(plan), highlight=False)
+    console.print(mechanism_table(problem, plan.alternatives, plan))
+    console.print(plan.explain(), highlight=False)
     for note in setup.notes:
         console.print(f"Note: {note}.", style="yellow", highlight=False)
 

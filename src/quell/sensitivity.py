@@ -73,6 +73,8 @@ def sensitivity(strategy: Strategy, participation: Participation) -> Sensitivity
         raise QuellError(f"the sensitivity of {strategy!r} overflows: its noise would be infinite")
     # The sums behind a bracket have up to n terms; move the end that counts outwards by more than they can have lost.
     lost = _ROUNDING + 2e-16 * participation.steps
+    if isinstance(strategy, ToeplitzStrategy):
+        lost += 2 * strategy.inversion_error
     return Sensitivity(found.value * (1 + lost), found.lower, found.method, _MEETS + lost)
 
 

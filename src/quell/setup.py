@@ -12,16 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quell import workload
+from quell.costs import NoiseCost, TimeLimit
 from quell.errors import QuellError, require_count, require_finite, require_privacy
-from quell.sampling import SCHEMES, Cyclic
-
-
-def scheme_name(name: str) -> str:
-    """The name of a sampling scheme, hyphens allowed, or "best"."""
-    plain = str(name).replace("-", "_").lower()
-    if plain not in (*SCHEMES, "best"):
-        raise QuellError(f"there is no sampling scheme {name!r}: use {', '.join(SCHEMES)}, or best")
-    return plain
+from quell.objective import OBJECTIVES
+from quell.sampling import Cyclic, scheme_names
 
 
 def refuse_decay_rate(weight_decay: float) -> None:
@@ -41,7 +35,12 @@ class Setup:
     optimizer's weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one
     positive number per step (only ratios matter). `memory` is how many model-sized vectors may be kept for
     noise (None: no limit), `draws` how many noise vectors may be generated per step.
-    `sampling` is how batches are formed: a scheme of `quell.sampling`, or "best" for the one with the least error.
+    `sampling` names the schemes of `quell.sampling` that the data pipeline can do, separated by commas, or "best" for
+    all of them; the plan takes the one with the least error. `objective` is what the plan makes small
+    (`quell.objective`), `adaptive` whether the optimizer rescales gradients, as Adam does. `time_limit` says how long
+    noise may take (`quell.costs`). For privacy per *user*, whose data may take part in several batches, give the least
+    `separation` in steps between two of them and the most `participations`: both are promises that the data pipeline
+    has to keep, and only "cyclic" accounting, which needs no more than them, is available.
 
     >>> Setup(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5).steps
     3900
@@ -57,7 +56,12 @@ class Setup:
     learning_rates: str | Sequence[float] | None = None
     memory: float | None = 4.0
     draws: int = 16
-    sampling: str = "cyclic"
+    sampling: str = "best"
+    objective: str = "training"
+    adaptive: bool = False
+    time_limit: TimeLimit | None = None
+    separation: int | None = None
+    participations: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("examples", "batch_size", "epochs", "draws"):
@@ -70,11 +74,26 @@ class Setup:
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", delta)
         refuse_decay_rate(self.weight_decay)
-        object.__setattr__(self, "sampling", scheme_name(self.sampling))
+        object.__setattr__(
+            self, "sampling", self.sampling if self.sampling == "best" else ",".join(scheme_names(self.sampling))
+        )
+        if self.objective not in OBJECTIVES:
+            raise QuellError(f"there is no objective {self.objective!r}: use {', '.join(OBJECTIVES)}")
         if self.memory is not None and require_finite("memory", self.memory) < 0:
             raise QuellError(
                 f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without buffers"
             )
+        if isinstance(self.time_limit, dict):  # from a plan file
+            parts = dict(self.time_limit)
+            object.__setattr__(self, "time_limit", TimeLimit(NoiseCost(**parts.pop("cost")), **parts))
+        for name in ("separation", "participations"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, require_count(name, getattr(self, name)))
+        if self.user_level:
+            if self.sampling not in ("best", Cyclic.name):
+                raise QuellError(f"sampling={self.sampling} is priced per example: per user only cyclic is")
+            object.__setattr__(self, "sampling", Cyclic.name)
+            self.cycle.participation  # noqa: B018 - validates the pattern
         if self.learning_rates is not None and not isinstance(self.learning_rates, str):
             try:
                 rates = tuple(float(rate) for rate in self.learning_rates)
@@ -93,9 +112,16 @@ class Setup:
         return self.steps_per_epoch * self.epochs
 
     @property
+    def user_level(self) -> bool:
+        """Whether the promise is per user rather than per example."""
+        return self.separation is not None or self.participations is not None
+
+    @property
     def cycle(self) -> Cyclic:
         """The epochs of the run: how its batches follow each other, whichever scheme fills them."""
-        return Cyclic(self.steps, self.steps_per_epoch)
+        if not self.user_level:
+            return Cyclic(self.steps, self.steps_per_epoch)
+        return Cyclic(self.steps, self.separation or 1, participations=self.participations or 0)
 
     @cached_property
     def workload(self) -> workload.Workload:
@@ -106,6 +132,11 @@ class Setup:
     @property
     def buffer_limit(self) -> float:
         return math.inf if self.memory is None else self.memory
+
+    def allows(self, buffers: int, draws: int) -> bool:
+        """Whether noise that keeps `buffers` vectors and draws `draws` per step stays within the limits."""
+        in_time = self.time_limit is None or self.time_limit.allows(buffers, draws)
+        return buffers <= self.buffer_limit and draws <= self.draws and in_time
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from quell import privacy
-from quell.error import error
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
 from quell.planning import COMPARISONS, FORMAT, VERSION, Plan, problem_of, recommend
@@ -129,7 +128,7 @@ def _rebuild(problem: Problem, row: dict[str, Any]) -> Mechanism:
         problem.delta,
         COMPARISONS,
     )
-    return Mechanism(strategy, guarantee, error(strategy, problem.workload))
+    return problem.with_claim(strategy, guarantee)
 
 
 def _row_checks(problem: Problem, mechanism: Mechanism, row: dict[str, Any]) -> Iterator[Check]:

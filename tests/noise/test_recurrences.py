@@ -13,7 +13,7 @@ import pytest
 from quell import QuellError
 from quell.noise import Key, NoiseSpec, NoiseStream, Shard, generators
 from quell.noise.audit import collect
-from quell.noise.costs import worth_buffering
+from quell.noise.buffering import worth_buffering
 from quell.noise.layout import whole
 from quell.strategy.recurrence import Regenerate
 

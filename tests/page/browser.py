@@ -57,6 +57,7 @@ class Browser:
         self._session = self.ask("Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.ask(f"{domain}.enable")
+        self.ask("Emulation.setFocusEmulationEnabled", enabled=True)  # as if its window were in front
         return self
 
     def __exit__(self, *_: object) -> None:

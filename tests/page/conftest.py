@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 import quell
-from quell.planning import Plan
+from quell.planning import Plan, problem_of
+from quell.setup import Setup
 
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
     return quell.plan(examples=2000, batch_size=100, epochs=4, epsilon=4, delta=1e-5, momentum=0.9, sampling="cyclic")
+
+
+@pytest.fixture(scope="session")
+def amplified() -> Plan:
+    """One certified mechanism, and DP-SGD with noise that is only estimated."""
+    setup = Setup(examples=100, batch_size=20, epochs=4, epsilon=4.0, delta=1e-3, sampling="balls_in_bins")
+    problem = problem_of(setup)
+    return Plan(setup, (problem.price("bisr", bands=2),), 0, estimates=(problem.dpsgd,))

@@ -81,8 +81,9 @@ def test_every_point_of_a_guaranteed_curve_is_a_guarantee(plan):
 
 def test_amplified_curves_are_estimates_and_made_only_on_request():
     problem = Problem(workload.prefix(20), Cyclic(20, 5), 4, epsilon=4.0, delta=1e-3, sampling="balls_in_bins")
-    assert curves.epsilon_curve(problem, problem.dpsgd, with_estimates=False) is None
-    curve = curves.epsilon_curve(problem, problem.dpsgd, with_estimates=True)
+    mechanism = problem.price("identity")
+    assert curves.epsilon_curve(problem, mechanism, with_estimates=False) is None
+    curve = curves.epsilon_curve(problem, mechanism, with_estimates=True)
     assert curve is not None
     assert curve["guaranteed"] is False
     assert curve["x"] == sorted(curve["x"], reverse=True)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+import quell
 from quell import page
 from quell.page.server import PageServer
 from quell.setup import Setup
@@ -46,11 +47,21 @@ def address():
 
 def test_the_report_shows_four_pictures_and_the_table(report, plan):
     assert report.run("document.querySelectorAll('figure svg.chart').length") == 4
-    assert report.run("document.querySelectorAll('#mechanisms tbody tr').length") == len(plan.mechanisms)
+    assert report.run("document.querySelectorAll('#mechanisms tbody tr').length") == len(plan.alternatives)
     assert "Use " in report.run("document.getElementById('answer').innerText")
     assert report.run("document.getElementById('controls').hidden") is True
     assert report.run("document.querySelectorAll('path[d*=NaN], circle[cx=NaN], circle[cy=NaN]').length") == 0
     assert report.complaints == []
+
+
+def test_a_run_of_one_step_is_drawn_too(browser, tmp_path):
+    path = tmp_path / "report.html"
+    page.write(quell.plan(examples=1, batch_size=1, epochs=1, epsilon=1, delta=0.01, sampling="cyclic"), path)
+    browser.complaints.clear()
+    browser.open(path.as_uri())
+    assert browser.run("document.querySelectorAll('figure svg.chart').length") == 4
+    assert browser.run("/NaN|Infinity|undefined/.test(document.body.outerHTML.split('<script')[0])") is False
+    assert browser.complaints == []
 
 
 def test_pointing_at_a_curve_reads_it(report):
@@ -74,6 +85,24 @@ def test_the_keyboard_reads_curves_and_chooses_mechanisms(report):
     report.wait_for(f"document.getElementById('details').innerText !== {before!r}")
     assert report.run("document.querySelectorAll('#error path.chosen').length") > 0
     assert report.complaints == []
+
+
+def test_estimates_are_never_shown_as_guarantees(browser, amplified, tmp_path):
+    path = tmp_path / "report.html"
+    page.write(amplified, path)
+    browser.open(path.as_uri())
+    title = "document.getElementById('epsilon-title').textContent"
+    assert "estimated, not a guarantee" in browser.run(title)  # of other noise with the recommended mechanism
+    row = "[...document.querySelectorAll('#mechanisms tbody tr')].find(line => line.innerText.includes('identity'))"
+    assert "estimated" in browser.run(f"{row}.innerText")
+    assert "≈" in browser.run(f"{row}.innerText")
+    browser.run(f"{row}.querySelector('input').click()")
+    assert "as planned (estimate, not a guarantee)" in browser.run("document.getElementById('epsilon').innerText")
+    browser.run("document.querySelector('#epsilon svg.chart').focus()")
+    assert browser.run("document.getElementById('epsilon-readout').textContent").endswith(
+        "an estimate, not a guarantee"
+    )
+    assert "(guarantee)" not in browser.run("document.getElementById('epsilon').innerText")
 
 
 def test_everything_interactive_has_a_name(report):

@@ -157,7 +157,7 @@ def test_only_the_latest_question_of_a_page_is_answered(monkeypatch):
         return setup
 
     monkeypatch.setattr(live, "draft_plan", slow)
-    monkeypatch.setattr(live, "content_of", lambda setup, with_estimates: {"epsilon": setup.epsilon})
+    monkeypatch.setattr(live, "content_of", lambda setup, thorough: {"epsilon": setup.epsilon})
     desk, outcomes = Desk(), {}
 
     def put(epsilon, page):

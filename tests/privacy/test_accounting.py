@@ -311,3 +311,23 @@ def test_the_gaussian_bound_is_never_exceeded():
     for sigma in (0.05, 1.0, 50.0):
         found = privacy.delta(build(scheme), scheme, sigma, 1.0)
         assert found.delta <= gaussian_delta(sigma / found.sensitivity.value, 1.0) * (1 + 1e-9) + 1e-300
+
+
+def test_numbers_beyond_float64_are_refused_in_words_and_no_noise_is_needed_for_little_privacy():
+    scheme, task = BallsInBins(40, 8), workload.prefix(40)
+    chosen = strategy.build("lambda_cgd", task, scheme.participation, **{"lambda": 0.9})
+    for epsilon, delta in ((720.0, 1e-5), (1.0, 1e-300)):
+        with pytest.raises(QuellError, match="use cyclic sampling"):
+            privacy.calibrate(chosen, scheme, epsilon, delta)
+    assert privacy.epsilon(chosen, scheme, 1e4, 1e-2).epsilon == 0.0
+    with pytest.raises(QuellError, match="epsilon=-1 must not be negative"):
+        privacy.delta(chosen, scheme, 3.0, -1.0)
+
+
+def test_a_claim_is_checked_with_the_confidence_of_a_calibration():
+    """Otherwise somebody could lower the noise by hand until the check refuses."""
+    scheme, task = BallsInBins(40, 8), workload.prefix(40)
+    chosen = strategy.build("lambda_cgd", task, scheme.participation, **{"lambda": 0.9})
+    found = privacy.calibrate(chosen, scheme, 2.0, 1e-5, comparisons=3)
+    again = privacy.certify(chosen, scheme, found.noise_multiplier, 2.0, 1e-5, comparisons=3)
+    assert again.bracket == found.bracket

@@ -8,8 +8,9 @@ from scipy.special import logsumexp
 from simulation import Patterns
 
 from quell import strategy, workload
-from quell.privacy.b_min_sep import ChainPair
+from quell.privacy.b_min_sep import ChainPair, ledger_of
 from quell.sampling import BMinSep
+from quell.strategy.structure import ToeplitzStrategy
 
 
 @pytest.mark.parametrize(("n", "b", "rate"), [(7, 3, 0.4), (9, 4, 0.8), (6, 6, 0.3), (5, 1, 0.5), (8, 3, 0.01)])
@@ -54,3 +55,10 @@ def test_patterns_follow_the_chain(random):
     np.testing.assert_allclose(drawn.mean(axis=0), scheme.fraction, atol=0.005)
     for row, probability in zip(exact.rows[:20], exact.probabilities[:20], strict=True):
         assert np.mean(np.all(drawn == row, axis=1)) == pytest.approx(probability, abs=0.004)
+
+
+def test_rounding_errors_below_zero_are_cut_off_and_paid_for():
+    coefficients = np.array([1.0, 0.5, -1e-10])
+    ledger = ledger_of(ToeplitzStrategy("rounded", 30, coefficients), BMinSep(30, 3, 0.2))
+    assert ledger.slack > 0
+    assert float(ledger.strategy.coefficients.min()) == 0.0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quell import strategy, workload
 from quell.errors import QuellError
+from quell.privacy import balls_in_bins
 from quell.privacy import bins as module
 from quell.privacy.bins import Bins, bins_of, negative_slack
 from quell.sampling import BallsInBins
@@ -94,3 +95,25 @@ def test_rounding_below_zero_is_priced_not_ignored():
     almost = ToeplitzStrategy("almost", 12, np.array([1.0, 0.5, -3e-13]))
     assert negative_slack(almost, participations=3) == pytest.approx(9e-13)
     assert bins_of(almost, BallsInBins(12, 4)).slack == pytest.approx(9e-13)
+
+
+def test_one_heavy_bin_does_not_hide_the_overlap_of_the_others():
+    """Eleven bins share a row, the twelfth is a million times heavier."""
+    rows = np.zeros((12, 12))
+    rows[:, 0] = 1.0
+    rows[0, 0] = 1e6
+    rows[11, :11] = 1.0
+    found = bins_of(BandedStrategy("made up", rows), BallsInBins(12, 12))
+    assert found.table[1, 2] > 0.9
+    assert not found.is_orthogonal
+    assert bins_of(BandedStrategy("made up", np.eye(12, 1) + 1.0), BallsInBins(12, 12)).is_orthogonal
+
+
+def test_negative_rounding_errors_count_without_amplification_too():
+    coefficients = np.full(10_000, -0.99e-9)
+    coefficients[0] = 1.0
+    c = ToeplitzStrategy("rounded", 10_000, coefficients)
+    moved = np.ones(10_000)
+    moved[:5_000] = -1.0
+    reached = np.linalg.norm(moved + np.concatenate([[0.0], -0.99e-9 * np.cumsum(moved)[:-1]]))  # C·x
+    assert balls_in_bins.ledger_of(c, BallsInBins(10_000, 1)).reach >= reached

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from quell import privacy, strategy, workload
-from quell.privacy import gaussian_delta
+from quell.errors import QuellError
+from quell.privacy import gaussian_delta, gaussian_sigma
 from quell.sampling import CyclicPoisson, Poisson
 
 
@@ -53,3 +54,13 @@ def test_calibration_is_tight():
     assert privacy.epsilon(identity(scheme), scheme, found.noise_multiplier, 1e-6).epsilon == pytest.approx(
         1.0, rel=5e-3
     )
+
+
+@pytest.mark.parametrize(("rounds", "epsilon", "wanted"), [(20_000, 8.0, 1e-11), (4_000, 8.0, 1e-9)])
+def test_rounding_of_many_rounds_never_understates(rounds, epsilon, wanted):
+    """At rate 1 the exact answer is known, and dp-accounting's own comes out below it where δ is tiny."""
+    sigma = gaussian_sigma(epsilon, wanted) * math.sqrt(rounds)
+    scheme = Poisson(rounds, 1.0)
+    assert privacy.delta(identity(scheme), scheme, sigma, epsilon).delta >= wanted * (1 - 1e-8)
+    with pytest.raises(QuellError, match="not certified"):
+        privacy.certify(identity(scheme), scheme, sigma * 0.9995, epsilon, wanted)

@@ -160,3 +160,8 @@ def test_candidates_start_with_one_that_proves_a_bound():
             pair = BinPair(Bins(np.eye(5) * 3 + 1.0), sigma)
             assert isinstance(candidates(pair, "remove", epsilon)[0], Tilt)
             assert candidates(pair, "add", epsilon)[0].shift < 0
+
+
+def test_extras_with_a_shift_have_no_bound_and_cannot_be_written():
+    with pytest.raises(ValueError, match="extras"):
+        Tilt(1.0, 2, 0.5)

@@ -12,6 +12,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from quell.errors import QuellError
 from quell.noise.audit import audit
 from quell.torch import CorrelatedNoise, make_private
 
@@ -248,6 +249,28 @@ def test_frozen_and_unused_parameters(clipping):
     assert not torch.equal(model.unused.weight, unused)  # it has no gradient, and gets its noise all the same
 
 
+@pytest.mark.parametrize("clipping", MODES)
+def test_an_optimizer_of_some_layers_only(clipping, plan):
+    model = network()
+    before = model[0].weight.clone()
+    model, optimizer, loader = make_private(
+        model, torch.optim.SGD(model[3].parameters(), lr=0.1), examples(), plan, clipping=clipping
+    )
+    train(model, optimizer, loader)
+    assert torch.equal(model[0].weight, before)
+    assert optimizer.run.step == plan.steps
+
+
+def test_ghost_says_when_a_gradient_is_not_finite(plan):
+    x, y = examples().tensors
+    spoiled = x.clone()
+    spoiled[:] = float("inf")
+    model = network()
+    model, optimizer, loader = make_private(model, sgd(model), TensorDataset(spoiled, y), plan, clipping="ghost")
+    with pytest.raises(QuellError, match="gradient is not finite: use clipping='flat' or 'microbatch'"):
+        train(model, optimizer, loader)
+
+
 class Tied(nn.Module):
     """An embedding used again as the output layer, through a second module that holds the same parameter."""
 
@@ -358,7 +381,9 @@ def test_the_loader_gives_the_plans_batches(plan):
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
     assert all(torch.equal(x, data[torch.as_tensor(indices)]) for x, indices in zip(given, promised, strict=True))
-    assert sorted(i for batch in promised[: len(loader)] for i in batch) == list(range(40))
+    order = [int(i) for batch in promised[: len(loader)] for i in batch]
+    assert sorted(order) == list(range(40))
+    assert order != sorted(order)  # data that is sorted by label must not make batches of one label
 
 
 @pytest.mark.parametrize("clipping", MODES)

@@ -45,13 +45,14 @@ def test_epsilon_so_far_is_never_understated(name):
     assert shown[0] < 0.9 * plan.setup.epsilon  # it is worth having
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_the_leading_block_is_the_leading_block(name):
-    strategy = small_plan(name).mechanism.strategy
-    for steps in (1, 3, 7):
-        np.testing.assert_allclose(
-            leading_block(strategy, steps).matrix(), strategy.matrix()[:steps, :steps], atol=1e-12
-        )
+def test_the_leading_block_is_the_leading_block(plan):
+    normalised = plan.problem.price("bisr", bands=4, column_normalise=True)
+    assert normalised.strategy.column_scale is not None
+    for mechanism in (*plan.mechanisms, normalised):
+        matrix = mechanism.strategy.matrix()
+        for steps in (1, 3, 7):
+            block = leading_block(mechanism.strategy, steps).matrix()
+            np.testing.assert_allclose(block, matrix[:steps, :steps], atol=1e-12)
 
 
 def test_the_report_says_what_the_promise_rests_on(plan):

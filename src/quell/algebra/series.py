@@ -6,9 +6,10 @@ Every function takes coefficient arrays (lowest order first, implicitly continue
 coefficients of the result.
 
 Short divisors run as a recursive filter, which is backward stable and costs O(n·p). Long ones run as a Newton
-iteration on FFT products, whose error is about 1e-16 *of the largest coefficient*: fine for norms, not for the
-relative accuracy of a far tail. Nothing downstream may therefore branch on the sign of a tiny coefficient;
-`sensitivity` closes that gap with a bracket.
+iteration on FFT products, whose error is about 1e-16 *of the largest coefficient* as long as neither series grows:
+fine for norms, not for the relative accuracy of a far tail, and worthless where the reciprocal explodes. Nothing
+downstream may therefore branch on the sign of a tiny coefficient (`sensitivity` closes that gap with a bracket), and a
+reciprocal that decides a promise is multiplied back first (`ToeplitzStrategy.inversion_error`).
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ def reciprocal(series: Array, n: int) -> Array:
         residual[0] += 2.0
         inverse = multiply(inverse, residual, known)
     return inverse
+
+
+def filtered(series: Array) -> bool:
+    """Whether the reciprocal of this series comes from the recursive filter, which is backward stable."""
+    return len(_trim(series)) <= _SHORT_DIVISOR
 
 
 def square_root(series: Array, n: int) -> Array:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quell.errors import QuellError, require_count
 from quell.noise import arrays, state
-from quell.noise.costs import worth_buffering
+from quell.noise.buffering import worth_buffering
 from quell.noise.guard import REPLAY, ReleaseGuard
 from quell.noise.key import Key
 from quell.noise.layout import Shard, require_disjoint, require_generator, whole
@@ -57,7 +57,7 @@ class NoiseStream:
 
     Old draws of a banded-inverse strategy with p coefficients are made again by default, which needs no memory. Allow
     `memory`, counted in float32 copies of the model, and they are kept where that fits and is faster on the device at
-    hand (`quell.noise.costs`): p−1 buffers for p−1 fewer draws per step, the same bits. `buffered` decides by hand.
+    hand (`quell.noise.buffering`): p−1 buffers for p−1 fewer draws per step, the same bits. `buffered` decides by hand.
 
     >>> import numpy as np
     >>> from quell.noise import Key, NoiseSpec, NoiseStream

@@ -16,6 +16,7 @@ from quell.planning import Plan, fits
 from quell.privacy import Guarantee
 from quell.report import details, label, recommendation
 from quell.sampling import Cyclic
+from quell.search import pareto
 
 _BATCHES = {
     "cyclic": "Batches are fixed: the same ones in the same order in every epoch.",
@@ -30,63 +31,76 @@ _NEIGHBOURS = {
 }
 
 
-def content_of(plan: Plan, with_estimates: bool = True) -> dict[str, Any]:
-    """The page's data, ready for JSON; estimates of ε for other noise are made for the recommended mechanism only."""
-    setup, problem = plan.setup, plan.problem
+def content_of(plan: Plan, thorough: bool = True) -> dict[str, Any]:
+    """The page's data, ready for JSON.
+
+    `thorough` adds what takes seconds: what would change the answer, and ε for other noise under amplification.
+    """
+    setup, problem, shown = plan.setup, plan.problem, plan.alternatives
+    recommended = _place(shown, plan.mechanism)
     return {
         "version": __version__,
         "setup": f"{setup.examples:,} examples, batches of {setup.batch_size:,}, {setup.epochs:,} epochs: "
         f"{setup.steps:,} steps. Target: ({setup.epsilon:g}, {setup.delta:g})-differential privacy.",
-        "recommendation": recommendation(plan).splitlines(),
+        "recommendation": (plan.explain() if thorough else recommendation(plan)).splitlines(),
         "notes": [f"{note}." for note in setup.notes],
         "privacy": privacy_statement(plan),
         "steps": setup.steps,
         "lower_bound": problem.lower_bound,
-        "recommended": plan.recommended,
-        "frontier": _frontier(plan.mechanisms),
+        "recommended": recommended,
+        "frontier": [_place(shown, mechanism) for mechanism in pareto(shown, "rmse")],
         "baseline": _row(plan, problem.dpsgd, False),
         "mechanisms": [
-            _row(plan, mechanism, with_estimates and index == plan.recommended)
-            for index, mechanism in enumerate(plan.mechanisms)
+            _row(plan, mechanism, thorough and index == recommended) for index, mechanism in enumerate(shown)
         ],
     }
 
 
 def privacy_statement(plan: Plan) -> list[dict[str, str]]:
     """What is promised, to whom, and on which conditions, for someone who does not read formulas."""
-    guarantee = plan.mechanism.guarantee
+    guarantee, unit = plan.mechanism.guarantee, plan.problem.unit
     epsilon, delta = at_least(guarantee.epsilon), at_least(guarantee.delta)
     hidden = "the secret key of the noise and the gradients before noise is added"
     if guarantee.sampling != Cyclic.name:
         hidden += ", and which examples were in which batch"
     statement = {
         "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
-        f"without any one example: no conclusion becomes more or less likely by more than a factor e^ε, ε = {epsilon}, "
+        f"without any one {unit}: no conclusion becomes more or less likely by more than a factor e^ε, ε = {epsilon}, "
         f"except with probability δ = {delta}.",
-        "Who is protected": f"Each single example. {_NEIGHBOURS[guarantee.adjacency]} A person who contributed several "
-        "examples is protected less.",
-        "How batches must be formed": f"{_BATCHES[guarantee.sampling]} The promise is void for batches formed in "
-        f"another way. (Scheme: {guarantee.sampling}.)",
+        "Who is protected": _protected(plan),
+        "How batches must be formed": f"{_batches(plan)} The promise is void for batches formed in another way. "
+        f"(Scheme: {guarantee.sampling}.)",
         "What an adversary may see": "Every noisy update and every intermediate model, this plan, the code, and all "
         "other examples.",
         "What must stay hidden": f"From everyone who should learn nothing: {hidden}.",
-        "What training must do": "Clip each example's gradient, and add the planned noise to every step: noise "
-        f"multiplier {at_least(plan.mechanism.noise_multiplier)} times the clip norm, correlated "
+        "What training must do": f"Clip what each {unit} contributes to a step, and add the planned noise to every "
+        f"step: noise multiplier {at_least(plan.mechanism.noise_multiplier)} times the clip norm, correlated "
         f"as {label(plan.mechanism)} prescribes. quell verify recomputes these numbers from a saved plan.",
         "How it is known": _proof(guarantee),
-        "What is not covered": "Groups of examples, choices made by looking at the private data (such as tuned "
+        "What is not covered": f"Groups of {unit}s, choices made by looking at the private data (such as tuned "
         "learning rates), and what the data as a whole reveal about anyone, in it or not.",
     }
     return [{"title": title, "text": text} for title, text in statement.items()]
 
 
-def _frontier(mechanisms: tuple[Mechanism, ...]) -> list[int]:
-    """Those that no other beats with as little memory, least memory first."""
-    found: list[int] = []
-    for index in sorted(range(len(mechanisms)), key=lambda i: (mechanisms[i].buffers, mechanisms[i].rmse)):
-        if not found or mechanisms[index].rmse < mechanisms[found[-1]].rmse:
-            found.append(index)
-    return found
+def _protected(plan: Plan) -> str:
+    neighbours, pattern = _NEIGHBOURS[plan.mechanism.guarantee.adjacency], plan.problem.cycle.participation
+    if not plan.setup.user_level:
+        return f"Each single example. {neighbours} A person who contributed several examples is protected less."
+    return (
+        f"Each single user, with all their examples, as long as these take part in at most {pattern.count:,} steps "
+        f"that are at least {pattern.separation:,} apart. {neighbours.replace('example', 'user')}"
+    )
+
+
+def _batches(plan: Plan) -> str:
+    if plan.setup.user_level:
+        return "In any way that keeps every user's steps as few and as far apart as stated."
+    return _BATCHES[plan.mechanism.guarantee.sampling]
+
+
+def _place(mechanisms: tuple[Mechanism, ...], wanted: Mechanism) -> int:
+    return next(index for index, mechanism in enumerate(mechanisms) if mechanism is wanted)
 
 
 def _proof(guarantee: Guarantee) -> str:
@@ -112,13 +126,13 @@ def _row(plan: Plan, mechanism: Mechanism, with_estimates: bool) -> dict[str, An
         "gap": mechanism.rmse / problem.lower_bound,
         "buffers": mechanism.buffers,
         "draws": mechanism.draws,
-        "sampling": mechanism.guarantee.sampling,
-        "certified": mechanism.guarantee.certified,
+        "sampling": mechanism.sampling,
+        "certified": mechanism.certified,
         "fits": fits(plan.setup, mechanism),
-        "details": details(problem, mechanism).splitlines(),
+        "details": details(problem, mechanism).splitlines() if mechanism.certified else [f"{mechanism.claim}."],
         "planned": {
             "sigma": float(at_least(mechanism.noise_multiplier, 5)),
-            "epsilon": float(at_least(mechanism.guarantee.epsilon, 5)),
+            "epsilon": float(at_least(mechanism.claim.epsilon, 5)),
         },
         "error": error_curve(mechanism, problem.workload),
         "cancellation": cancellation_curves(mechanism.strategy, problem.workload),

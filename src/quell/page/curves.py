@@ -74,13 +74,13 @@ def epsilon_curve(problem: Problem, mechanism: Mechanism, with_estimates: bool) 
     Without amplification every point is a guarantee, so numbers are rounded up. Under an amplifying scheme only the
     plan's own point is certified and the rest of the curve is estimated.
     """
-    guarantee = mechanism.guarantee
-    guaranteed = guarantee.sampling == Cyclic.name
+    guaranteed = mechanism.certified and mechanism.sampling == Cyclic.name
     if guaranteed:  # what `calibrate` does, without pricing the sensitivity again for every point
+        guarantee = mechanism.guarantee
         epsilons = np.geomspace(guarantee.epsilon / 8, guarantee.epsilon * 8, _GUARANTEED_POINTS)
         points = {float(e): guarantee.sensitivity.value * gaussian_sigma(float(e), guarantee.delta) for e in epsilons}
     elif with_estimates:
-        points = _estimated_points(problem.scheme_of(mechanism.strategy, guarantee.sampling), mechanism)
+        points = _estimated_points(problem.scheme_of(mechanism.strategy, mechanism.sampling), mechanism)
     else:
         return None
     return {

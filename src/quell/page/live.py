@@ -7,12 +7,14 @@ time and abandons a computation as soon as the same page has asked for something
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from itertools import count
 from threading import Lock
 from typing import Any
 from urllib.parse import parse_qsl
 
 from quell.errors import QuellError
+from quell.mechanism import Mechanism
 from quell.page.content import content_of
 from quell.planning import Plan, fits, make_plan, problem_of, recommend
 from quell.progress import announce, listening
@@ -115,12 +117,19 @@ def draft_plan(setup: Setup) -> Plan:
     setup = dataclasses.replace(setup, sampling=Cyclic.name)
     problem = problem_of(setup)
     limits = Limits(problem.cycle.participation, setup.buffer_limit, setup.draws)
-    best = []
+    best: list[Mechanism] = []
+
+    def score(mechanism: Mechanism) -> float:
+        return mechanism.score(setup.objective)
+
     for name in _QUICK if setup.steps > _LONG else (*_QUICK, *_QUICK_IF_SHORT):
         announce(name)
-        priced = [problem.price(name, **options) for options in FAMILIES[name].candidates(problem.workload, limits)]
-        best += sorted(priced, key=lambda mechanism: (not fits(setup, mechanism), mechanism.rmse))[:1]
-    rows = sorted(best, key=lambda mechanism: mechanism.rmse)
+        priced = []
+        for options in FAMILIES[name].candidates(problem.workload, limits):
+            with suppress(QuellError):  # what does not go with this run is left out; independent noise always goes
+                priced.append(problem.price(name, **options))
+        best += sorted(priced, key=lambda mechanism: (not fits(setup, mechanism), score(mechanism)))[:1]
+    rows = sorted(best, key=score)
     return Plan(setup, tuple(rows), recommend(setup, rows))
 
 
@@ -144,7 +153,7 @@ class Desk:
             still_wanted()
             plan = draft_plan(question.setup) if question.draft else make_plan(question.setup, still_wanted)
             still_wanted()
-            return content_of(plan, with_estimates=False)
+            return content_of(plan, thorough=False)
 
     def _ticket(self, page: str) -> int:
         with self._writing:

@@ -53,6 +53,7 @@ def calibrate(strategy: Strategy, sampling: Scheme, epsilon: float, delta: float
     if isinstance(sampling, Cyclic):
         moved = sensitivity(strategy, sampling.participation)
         return _gaussian(epsilon, delta, moved.value * gaussian_sigma(epsilon, delta), moved)
+    _require_amplifiable(epsilon, delta)
     ledger = _ledger(strategy, sampling)
     sigma, certificate = certified_sigma(ledger, epsilon, delta, require_count("comparisons", comparisons))
     return _guarantee(epsilon, delta, sigma, sampling, ledger, certificate)
@@ -67,6 +68,7 @@ def epsilon(
     if isinstance(sampling, Cyclic):
         moved = sensitivity(strategy, sampling.participation)
         return _gaussian(gaussian_epsilon(sigma / moved.value, delta), delta, sigma, moved)
+    _require_amplifiable(1.0, delta)
     ledger = _ledger(strategy, sampling)
     found, certificate = certified_epsilon(ledger, sigma, delta, require_count("comparisons", comparisons))
     return _guarantee(found, delta, sigma, sampling, ledger, certificate)
@@ -77,9 +79,12 @@ def delta(
 ) -> Guarantee:
     """The smallest δ that noise `noise_multiplier` buys at this epsilon."""
     sigma, epsilon = _checked_noise(noise_multiplier), require_finite("epsilon", epsilon)
+    if epsilon < 0:
+        raise QuellError(f"epsilon={epsilon:g} must not be negative")
     if isinstance(sampling, Cyclic):
         moved = sensitivity(strategy, sampling.participation)
         return _gaussian(epsilon, gaussian_delta(sigma / moved.value, epsilon), sigma, moved)
+    _require_amplifiable(epsilon, 0.5)
     ledger = _ledger(strategy, sampling)
     found, certificate = certified_delta(ledger, sigma, epsilon, require_count("comparisons", comparisons))
     return _guarantee(epsilon, found, sigma, sampling, ledger, certificate)
@@ -111,6 +116,7 @@ def certify(
                 f"noise {sigma:g} is not ({epsilon:g}, {delta:g})-DP: delta is {bought:.3g}; calibrate again"
             )
         return _gaussian(epsilon, delta, sigma, moved)
+    _require_amplifiable(epsilon, delta)
     ledger = _ledger(strategy, sampling)
     certificate = certificate_for(ledger, sigma, epsilon, delta, require_count("comparisons", comparisons))
     return _guarantee(epsilon, delta, sigma, sampling, ledger, certificate)
@@ -122,6 +128,7 @@ def estimate(strategy: Strategy, sampling: Scheme, epsilon: float, delta: float)
     if isinstance(sampling, Cyclic):
         sigma, error = calibrate(strategy, sampling, epsilon, delta).noise_multiplier, 0.0
     else:
+        _require_amplifiable(epsilon, delta)
         sigma, error = estimate_sigma(_ledger(strategy, sampling), epsilon, delta)
     return Estimate(epsilon, delta, sigma, sampling.name, error)
 
@@ -158,6 +165,15 @@ def _guarantee(
         certificate.failure,
         certificate.sampling_free,
     )
+
+
+def _require_amplifiable(epsilon: float, delta: float) -> None:
+    """Beyond these the numbers of amplified accounting leave float64, and nothing is gained there anyway."""
+    if epsilon > 300 or delta < 1e-100:
+        raise QuellError(
+            f"epsilon={epsilon:g}, delta={delta:g} is out of reach of amplified accounting (epsilon up to 300, delta "
+            "from 1e-100): use cyclic sampling"
+        )
 
 
 def _checked_noise(noise_multiplier: float) -> float:

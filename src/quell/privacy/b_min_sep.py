@@ -16,7 +16,7 @@ certificates are looser than for balls in bins, and cyclic Poisson sampling may 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -235,4 +235,14 @@ def ledger_of(strategy: Strategy, sampling: BMinSep) -> Ledger:
             f"{strategy!r} has {bands:,} bands in C, but b_min_sep with separation {sampling.separation} is priced for "
             f"at most {sampling.separation} bands: use balls_in_bins, which takes any C >= 0"
         )
-    return ChainLedger(strategy, sampling, negative_slack(strategy, sampling.participation.count))
+    slack = negative_slack(strategy, sampling.participation.count)
+    return ChainLedger(_without_rounding(strategy) if slack else strategy, sampling, slack)
+
+
+def _without_rounding(strategy: ToeplitzStrategy | BandedStrategy) -> ToeplitzStrategy | BandedStrategy:
+    """The strategy with the entries of C that rounding made negative set to 0; `slack` answers for them."""
+    if isinstance(strategy, BandedStrategy):
+        return replace(strategy, row_bands=np.maximum(strategy.row_bands, 0.0))
+    return replace(
+        strategy, given_coefficients=np.maximum(strategy.coefficients, 0.0), given_noising=None, exponentials=None
+    )

@@ -43,8 +43,8 @@ class BinLedger:
 
     @property
     def reach(self) -> float:
-        """max_j ‖m_j‖."""
-        return math.sqrt(float(self.bins.energies.max()))
+        """max_j ‖m_j‖, and what negative rounding errors in C could add."""
+        return math.sqrt(float(self.bins.energies.max())) + self.bins.slack
 
     @property
     def sensitivity(self) -> Sensitivity:

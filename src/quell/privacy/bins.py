@@ -62,8 +62,10 @@ class Bins:
     @property
     def is_orthogonal(self) -> bool:
         """No two bins overlap: independent noise."""
-        rest = self.table - np.diag(self.energies) if self.exact else self.table[1:]
-        return not np.any(rest > 2 * _ROUNDING * self.table.flat[0])
+        if not self.exact:
+            return not np.any(self.table[1:] > 4 * _ROUNDING * self.table[0])
+        rest = self.table - np.diag(self.energies)
+        return not np.any(rest > 4 * _ROUNDING * np.minimum.outer(self.energies, self.energies))
 
     def rows(self, bins: NDArray[np.int64]) -> Array:
         """(m, b) rows of G."""
@@ -120,6 +122,8 @@ def bins_of(strategy: Strategy, sampling: BallsInBins) -> Bins:
         gram = _gram_by_rows(strategy, b) if isinstance(strategy, ToeplitzStrategy) else _sparse_gram(strategy, b)
         gram = gram + _ROUNDING * float(gram.max())
         table = gram if b <= _DENSE else _kernel(gram)
+    if isinstance(strategy, ToeplitzStrategy):
+        table = table * (1 + 2 * strategy.inversion_error) ** 2
     return Bins(_positive_definite(table), slack)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from quell.errors import QuellError
+from quell.errors import QuellError, at_least
 from quell.privacy.guarantee import Certificate
 from quell.sensitivity import Sensitivity
 
@@ -87,6 +87,8 @@ def certified_epsilon(ledger: Ledger, sigma: float, delta: float, comparisons: i
     """The least ε that can be certified for this noise and delta, to within the ladder's steps."""
     allowed, failure = _budget(ledger, delta, comparisons)
     most = ledger.safe_epsilon(sigma, delta)
+    if most == 0.0:
+        return 0.0, _plain(delta)
     about, _ = _crossing(
         lambda epsilon, careful: ledger.estimate(sigma, epsilon, careful),
         max(0.02, 0.5 * most),
@@ -121,18 +123,18 @@ def certified_delta(ledger: Ledger, sigma: float, epsilon: float, comparisons: i
 def certificate_for(ledger: Ledger, sigma: float, epsilon: float, delta: float, comparisons: int) -> Certificate:
     """The certificate that noise `sigma` is (epsilon, delta)-DP, refused where there is none.
 
-    It asks for less confidence than a rung of `certified_sigma`'s ladder, so what that returns passes here.
+    It asks for the confidence of one rung of `certified_sigma`'s ladder, so what that returns passes here, and little
+    is left to gain by trying several levels of noise by hand.
     """
-    failure = delta * FAILURE_SHARE / comparisons if ledger.statistical else 0.0
+    allowed, failure = _budget(ledger, delta, comparisons)
     certificate = ledger.certify(sigma, epsilon, failure)
-    allowed = delta * (1 - FAILURE_SHARE) if ledger.statistical else delta
     if certificate.upper <= allowed:
         return _total(certificate, delta)
     if sigma >= ledger.safe_sigma(epsilon, delta) * (1 - 1e-12):
         return _plain(delta)
     raise QuellError(
         f"noise {sigma:g} is not certified to be ({epsilon:g}, {delta:g})-DP: the bound on delta is "
-        f"{certificate.upper + certificate.failure:.3g}; calibrate again"
+        f"{at_least(certificate.upper + certificate.failure)}; calibrate again"
     )
 
 

@@ -22,7 +22,7 @@ from quell._types import Array
 from quell.privacy.tilting import Direction
 
 FINE, COARSE = 1 << 17, 1 << 13  # grid points
-_ROUNDING = 1e-12  # absolute error allowed to the convolutions, per unit of K: a hundred times what is seen
+_ROUNDING = 1e-12  # absolute error allowed to the convolutions, per unit of K; from below for every bin
 
 
 def orthogonal_delta(
@@ -41,15 +41,16 @@ def orthogonal_delta(
     sums = _sums([_split(alpha, cell, grid) for alpha, _ in levels], [count for _, count in levels])
     short = float(np.sum(sums * (reach - cell / bins * np.arange(grid + 1))))  # E(reach − S)₊
     rounding = _ROUNDING * max(1.0, reach)
+    below = rounding * bins  # negative rounding errors are cut off at 0, which adds up, always upwards
     if direction == "add":
-        return max(0.0, scale * (short - rounding) - scale * reach * cell), scale * (short + rounding)
+        return max(0.0, scale * (short - below) - scale * reach * cell), scale * (short + rounding)
     upper = 1.0 - scale + short + rounding
     down = [_moved_down(alpha, cell, grid) for alpha, _ in levels]
     short = float(
         np.sum(_sums([part for part, _ in down], [n for _, n in levels]) * (reach - cell / bins * np.arange(grid + 1)))
     )
     kept = sum(mean * count for (_, mean), (_, count) in zip(down, levels, strict=True)) / bins
-    return max(0.0, kept - scale + short - rounding), max(0.0, upper)
+    return max(0.0, kept - scale + short - below), max(0.0, upper)
 
 
 def _split(alpha: float, cell: float, grid: int) -> Array:

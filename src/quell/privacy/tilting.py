@@ -55,6 +55,10 @@ class Tilt:
     extra: int = 0
     shift: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.extra and self.shift:
+            raise ValueError("no bound on the weights is known for extras together with a shift")
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -134,7 +138,7 @@ def sampling_free(pair: Pair, direction: Direction, epsilon: float) -> float:
             log_bound(Tilt(best_power(pair, epsilon)), pair, direction, epsilon, 0.0),
             log_bound(several, pair, direction, epsilon, pair.log_most(several)),
         )
-    return min(1.0, math.exp(bound))
+    return math.exp(min(0.0, bound))
 
 
 def best_power(pair: Pair, epsilon: float) -> float:

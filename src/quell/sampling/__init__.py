@@ -7,6 +7,7 @@ way to write down batches of one kind with the guarantee of another.
 
 from quell.sampling.participation import MOST_STEPS, Participation
 from quell.sampling.schemes import (
+    BEST,
     SCHEMES,
     BallsInBins,
     BMinSep,
@@ -15,10 +16,12 @@ from quell.sampling.schemes import (
     Poisson,
     Scheme,
     scheme,
+    scheme_names,
 )
 from quell.sampling.stream import Batches, batches
 
 __all__ = [
+    "BEST",
     "MOST_STEPS",
     "SCHEMES",
     "BMinSep",
@@ -31,4 +34,5 @@ __all__ = [
     "Scheme",
     "batches",
     "scheme",
+    "scheme_names",
 ]

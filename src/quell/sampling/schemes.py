@@ -13,7 +13,8 @@ them anew every epoch is a different scheme ("random allocation") whose particip
 
 `adjacency` says which neighbours the guarantee is about. Where every example is placed by its own coins, independently
 of the others, removing one changes nobody else's batches: "add-remove". The batches of `Cyclic` are cut by position,
-so there an example is not removed but replaced by one without a gradient: "zero-out".
+so there an example is not removed but replaced by one without a gradient: "zero-out". In both, the number of examples
+that a run was planned for is public and the same for both neighbours: it fixes b, the rate and the divisor of sums.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Cyclic:
     """Fixed batches in a fixed order, the same in every epoch: no amplification, `separation` steps apart.
 
     `shuffle` cuts the batches from a random order, drawn once, instead of the order of the data; privacy is the same.
+    `participations` caps how often anyone takes part, which these batches do not do: it prices a data pipeline that
+    keeps such a promise by itself (`Batches` refuses to make batches for it).
 
     >>> Cyclic(steps=781, separation=78).participation.count
     11
@@ -40,10 +43,11 @@ class Cyclic:
     steps: int
     separation: int
     shuffle: bool = False
+    participations: int = 0  # 0: as often as fits
 
     @property
     def participation(self) -> Participation:
-        return Participation(self.steps, self.separation)
+        return Participation(self.steps, self.separation, self.participations)
 
     @property
     def fraction(self) -> float:
@@ -147,8 +151,8 @@ class CyclicPoisson:
         """The scheme whose batches hold this share of the examples in expectation: rate = groups · fraction."""
         if not 0 < require_finite("fraction", fraction) * groups <= 1:
             raise QuellError(
-                f"groups={groups} cannot give batches with a share of {fraction:g} of the data: a group holds "
-                f"1/{groups} of it, so use at most {int(1 / fraction)} groups"
+                f"{groups:,} groups (one per band) cannot give batches with a share of {fraction:g} of the data: a "
+                f"group holds 1/{groups:,} of it, so use at most {int(1 / fraction):,} bands, or balls_in_bins"
             )
         return cls(steps, groups, groups * fraction)
 
@@ -193,8 +197,8 @@ class BMinSep:
         waiting = 1.0 - (separation - 1) * require_finite("fraction", fraction)
         if not 0 < fraction <= waiting * (1 + 1e-12):
             raise QuellError(
-                f"separation={separation} cannot give batches with a share of {fraction:g} of the data: an example "
-                f"would have to return after {int(1 / fraction)} steps on average, so separate by at most that"
+                f"a separation of {separation:,} steps (one per band) cannot give batches with a share of {fraction:g} "
+                f"of the data: use at most {int(1 / fraction):,} bands, or balls_in_bins"
             )
         return cls(steps, separation, min(1.0, fraction / waiting))
 
@@ -212,6 +216,30 @@ Scheme = Cyclic | BallsInBins | Poisson | CyclicPoisson | BMinSep
 
 SCHEMES: dict[str, type[Scheme]] = {kind.name: kind for kind in (Cyclic, BallsInBins, Poisson, CyclicPoisson, BMinSep)}
 
+BEST = (
+    "balls_in_bins",
+    "poisson",
+    "cyclic_poisson",
+    "cyclic",
+)  # not b_min_sep, whose certificates are too loose as yet
+
+
+def scheme_names(text: str) -> tuple[str, ...]:
+    """The schemes in a list such as "cyclic,balls-in-bins"; "best" is all that a plan chooses from.
+
+    >>> scheme_names("cyclic, balls-in-bins")
+    ('cyclic', 'balls_in_bins')
+    """
+    names = tuple(part.strip().replace("-", "_").lower() for part in str(text).split(","))
+    if names == ("best",):
+        return BEST
+    for name in names:
+        if name not in SCHEMES:
+            raise QuellError(
+                f"there is no sampling scheme {name!r}: use {', '.join(SCHEMES)}, several of them, or best"
+            )
+    return tuple(dict.fromkeys(names))
+
 
 def scheme(name: str, **options: Any) -> Scheme:
     """The scheme called `name` (hyphens allowed), with its options checked.
@@ -226,7 +254,7 @@ def scheme(name: str, **options: Any) -> Scheme:
     if unknown := sorted(set(options) - set(takes)):
         fixed = ": its bins are drawn once and kept in every epoch" if kind is BallsInBins else ""
         raise QuellError(f"{kind.name} does not take {', '.join(unknown)}{fixed}; it takes {', '.join(takes)}")
-    required = [option for option in takes if option != "shuffle"]
+    required = [option for option in takes if option not in ("shuffle", "participations")]
     if missing := [option for option in required if option not in options]:
         raise QuellError(f"{kind.name} needs {' and '.join(missing)} as well")
     return kind(**options)
@@ -234,5 +262,5 @@ def scheme(name: str, **options: Any) -> Scheme:
 
 def _checked_rate(rate: float) -> float:
     if not 0 < require_finite("rate", rate) <= 1:
-        raise QuellError(f"rate={rate:g} must be a probability above 0: expected batch size / examples, for instance")
+        raise QuellError(f"rate={rate:g} must lie between 0 and 1: it is expected batch size / examples")
     return float(rate)

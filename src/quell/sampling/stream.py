@@ -45,6 +45,11 @@ class Batches:
         object.__setattr__(self, "examples", require_count("examples", self.examples))
         checked_key(self.key)
         self.scheme.participation  # noqa: B018 - refuses a scheme whose numbers do not fit together
+        if isinstance(self.scheme, Cyclic) and not self.scheme.participation.unlimited:
+            raise QuellError(
+                f"cyclic batches use every example {-(-self.scheme.steps // self.scheme.separation)} times, more than "
+                f"the {self.scheme.participations} participations that the promise allows: bring your own batches"
+            )
 
     @property
     def expected_size(self) -> float:

@@ -20,7 +20,7 @@ from quell.strategy.optimised import Solution, Watch, solve
 from quell.strategy.structure import BandedStrategy
 from quell.workload import Workload
 
-_MOST_PLANNED = 200_000  # numbers in C up to which a planner tries `band`: a plan file has to hold them
+_MOST_PLANNED = 20_000  # numbers in C up to which a planner tries `band`: more take seconds to gain a percent
 _MOST_DENSE = 4096
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from quell._types import Array
 from quell.sampling import Participation
-from quell.strategy.family import Family, Limits
+from quell.strategy.family import Candidates, Family, Limits
 from quell.strategy.fractional import best_lambda
 from quell.strategy.optimised import Solution, Watch, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
+
+_MOST_PLANNED = 8_000_000  # bands × steps
 
 
 def band_inv(
@@ -50,11 +52,16 @@ def band_inv(
     )
 
 
+def _planned(limits: Limits) -> Candidates:
+    """In very long runs only few bands can be found in seconds."""
+    return [each for each in limits.noising_bands() if int(each["bands"]) * limits.participation.steps <= _MOST_PLANNED]
+
+
 BAND_INV = Family(
     "band_inv",
     "optimal C^-1 with `bands` diagonals (BandInvMF), needs no buffers (arXiv:2505.12128)",
     band_inv,
-    Limits.noising_bands,
+    _planned,
     required=("bands",),
     optional={"objective": "rmse"},
     normalisable=True,

@@ -20,7 +20,7 @@ from quell.strategy.recurrence import Exponentials
 from quell.strategy.structure import ToeplitzStrategy
 from quell.workload import Workload
 
-_MOST_BUFFERS = 10
+_MOST_BUFFERS, _MOST_PLANNED = 10, 3  # beyond three a planner's seconds buy a percent
 
 
 def blt(
@@ -77,7 +77,7 @@ def blt(
 
 
 def _buffers(limits: Limits) -> Candidates:
-    return [{"buffers": d} for d in range(1, 1 + int(min(limits.buffers, 6)))]
+    return [{"buffers": d} for d in range(1, 1 + int(min(limits.buffers, _MOST_PLANNED)))]
 
 
 BLT = Family(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from quell.strategy.structure import Parameter, Strategy
 from quell.workload import Workload
 
 Candidates = Iterable[Mapping[str, Parameter]]
+_MOST_WORK = 6e8  # operations that one candidate's error may take
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,11 @@ class Limits:
     draws: int
 
     def strategy_bands(self) -> list[dict[str, Parameter]]:
-        """Bands of C to try: powers of two, and the most that memory and separation allow. More only hurt."""
-        most = min(self.buffers + 1, self.participation.separation)
+        """Bands of C to try: powers of two, and the most that memory and separation allow. More only hurt.
+
+        Errors take steps × bands² operations where columns are normalised, which sets a limit for very long runs.
+        """
+        most = min(self.buffers + 1, self.participation.separation, math.sqrt(_MOST_WORK / self.participation.steps))
         return [{"bands": p} for p in sorted({*self._powers_of_two(most), *([int(most)] if most > 1 else [])})]
 
     def noising_bands(self) -> list[dict[str, Parameter]]:

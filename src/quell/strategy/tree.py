@@ -7,6 +7,8 @@ from quell.strategy.family import Candidates, Family, Limits
 from quell.strategy.structure import TreeStrategy
 from quell.workload import Workload
 
+_MOST_PLANNED = 1024  # steps up to which a planner lists it: its error with momentum needs dense algebra
+
 
 def tree(workload: Workload, _: Participation) -> TreeStrategy:
     """C = the node sums of a Fenwick tree."""
@@ -14,7 +16,8 @@ def tree(workload: Workload, _: Participation) -> TreeStrategy:
 
 
 def _affordable(limits: Limits) -> Candidates:
-    return [{}] if limits.participation.steps.bit_length() <= limits.buffers else []
+    steps = limits.participation.steps
+    return [{}] if steps.bit_length() <= limits.buffers and steps <= _MOST_PLANNED else []
 
 
 TREE = Family("tree", "binary-tree aggregation, the historical baseline: log2(steps) buffers", tree, _affordable)

@@ -5,6 +5,7 @@ The one module that imports Opacus, when a mode that needs it is asked for.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +82,8 @@ class GhostEngine(DeferredEngine):
 
     Every parameter that gets a gradient in the second pass must have had its norm taken in the first, and on the first
     batch the norm of one example's real gradient is compared with the norm that the hooks found: a parameter used
-    outside its layer would otherwise escape the clipping.
+    outside its layer would otherwise escape the clipping. Norms are taken over all trainable parameters of the model,
+    also those that the optimizer does not hold: gradients are then clipped a little more than need be, never less.
     """
 
     def __init__(
@@ -157,18 +159,21 @@ class GhostEngine(DeferredEngine):
         """Once: the gradient of the first example, computed alone, must have the norm that the hooks found."""
         if self._probed:
             return
-        alone = len(norms) > 0 and (not self.sharded or world()[0] == 0)
+        alone = bool(torch.isfinite(norms[:1]).any()) and (not self.sharded or world()[0] == 0)
         mask = torch.zeros_like(norms)
         mask[:1] = float(alone)
         self._backward(outputs, [_scaled(gradient, mask) for gradient in gradients], keep=True, take=True)
         factor = world()[1] if self.sharded else 1
-        squares = [(local(p.grad).float() * factor).square().sum() for p in self.params.values() if p.grad is not None]
+        found_gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        squares = [(gradient.float() * factor).square().sum() for gradient in found_gradients]
         real_square = torch.stack(squares).sum() if squares else mask.new_zeros(())
-        both = torch.stack([real_square, norms[:1].square().sum() * alone])
+        both = torch.stack([real_square, norms[:1].square().sum() if alone else mask.new_zeros(())])
         if self.sharded:
             sum_over_ranks([both])
         self._drop_gradients()
         real, found = both.sqrt().tolist()
+        if not math.isfinite(real):
+            return  # some example's values are not finite: a later batch will do
         if not abs(real - found) <= 5e-3 * max(real, found):  # room for TF32, not for a layer that is used twice
             raise QuellError(f"one example's gradient has norm {real:.4g}, its layers say {found:.4g}: {_OUTSIDE}")
         self._probed = real > 0

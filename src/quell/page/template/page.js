@@ -95,7 +95,7 @@ function drawPareto(plan) {
     title: "Error against memory", xLabel: "model-sized buffers", yLabel: "RMSE", xScale: "count", yScale: "log",
     series: [dots(() => "other mechanisms", ""), dots(rows => rows[0]?.label, "recommended"), dots(rows => rows[0]?.label, "chosen"), frontier, bound],
     describe: (s, i) => s.rows
-      ? `${s.rows[i].label}: RMSE ${show(s.rows[i].rmse)} with ${s.rows[i].buffers.toLocaleString("en")} buffers`
+      ? `${s.rows[i].label}: RMSE ${show(s.rows[i].rmse)} with ${s.rows[i].buffers.toLocaleString("en")} buffers${s.rows[i].certified ? "" : " (estimated)"}`
       : `No mechanism without amplification has an RMSE below ${show(plan.lower_bound)}`,
   });
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quell.noise.costs import BUFFERED, REGENERATED, worth_buffering
+from quell.noise.buffering import BUFFERED, REGENERATED, worth_buffering
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CASES = list(REGENERATED)

@@ -1,0 +1,106 @@
+"""What noise costs in time: nanoseconds per parameter and step, on a kind of device.
+
+    base + draw·(draws − 1) + buffer·buffers
+
+Three numbers per device, fitted to the measurements in `benchmarks/results/noise_*.md` (10⁸ float32 parameters on a
+GPU, 10⁷ on a CPU, ChaCha20): `base` is adding independent noise to a gradient, `draw` making one more noise vector anew
+from its counters, `buffer` reading and writing one more model-sized vector, as a `blt` does (a ring of buffers writes
+only one of them and takes half). `quell bench` measures them on this machine and keeps them in the cache folder, where
+`device("measured")` finds them.
+
+A limit on noise time is a share of the time of a training step. It is turned into nanoseconds per parameter when a plan
+is made and stored with the plan, so that a plan file means the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quell import cache
+from quell.errors import QuellError, require_count, require_finite
+
+_FILE = "noise_cost.json"
+
+
+@dataclass(frozen=True)
+class NoiseCost:
+    """Nanoseconds per parameter and step."""
+
+    base: float
+    draw: float
+    buffer: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if require_finite(name, value) <= 0:
+                raise QuellError(f"noise cost {name}={value:g} must be a positive number of nanoseconds")
+
+    def of(self, buffers: int, draws: int) -> float:
+        """What a recurrence with so many buffers and draws takes.
+
+        >>> DEVICES["h200"].of(buffers=0, draws=2) < DEVICES["cpu"].of(buffers=0, draws=2)
+        True
+        """
+        return self.base + self.draw * (draws - 1) + self.buffer * buffers
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """Noise may take `most` nanoseconds per parameter and step, at these costs."""
+
+    cost: NoiseCost
+    most: float
+
+    @classmethod
+    def of_share(cls, share: float, step_seconds: float, parameters: int, device_name: str) -> TimeLimit:
+        """The limit that noise takes at most this share of a training step.
+
+        >>> TimeLimit.of_share(0.01, step_seconds=0.25, parameters=100_000_000, device_name="h200").allows(0, 2)
+        True
+        """
+        if not 0 < require_finite("noise_share", share) <= 1:
+            raise QuellError(f"noise_share={share:g} must lie between 0 and 1: 0.03 allows noise 3% of a step's time")
+        if require_finite("step_seconds", step_seconds) <= 0:
+            raise QuellError(f"step_seconds={step_seconds:g} must be positive: how long one training step takes")
+        return cls(device(device_name), share * step_seconds * 1e9 / require_count("parameters", parameters))
+
+    def allows(self, buffers: int, draws: int) -> bool:
+        return self.cost.of(buffers, draws) <= self.most
+
+
+DEVICES = {
+    "h200": NoiseCost(base=0.0044, draw=0.0039, buffer=0.0018),  # noise_gpu.md: 0.440 ms, p=16 6.305, BLT d=4 1.151
+    "cpu": NoiseCost(base=1.63, draw=1.2, buffer=0.51),  # noise_cpu.md, two cores: 16.3 ms, p=16 196.5, BLT d=4 36.6
+}
+
+
+def device(name: str) -> NoiseCost:
+    """The costs of a kind of device, or those that `quell bench` measured here ("measured")."""
+    if name in DEVICES:
+        return DEVICES[name]
+    if name != "measured":
+        raise QuellError(f"there are no noise costs for the device {name!r}: use {', '.join(DEVICES)}, or measured")
+    path = measured_file()
+    try:
+        return NoiseCost(**json.loads(path.read_text(encoding="utf-8"))["cost"])
+    except OSError:
+        raise QuellError("noise has not been measured on this machine: run quell bench first") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise QuellError(f"{path} is damaged: run quell bench again") from None
+
+
+def keep(cost: NoiseCost, about: str) -> Path:
+    """Store measured costs for `device("measured")`."""
+    path = measured_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"cost": asdict(cost), "about": about}, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def measured_file() -> Path:
+    home = cache.folder()
+    if home is None:
+        raise QuellError("measured costs live in the cache folder, which QUELL_CACHE=off turns off: set another one")
+    return home / _FILE

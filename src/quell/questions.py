@@ -1,0 +1,129 @@
+"""Questions around a plan: what would change it, what a given error costs, how many epochs fixed steps should have.
+
+Answers are estimates (`quell.quick`), but for `plan_for_rmse`, which ends in a certified plan.
+
+Runs of different length are compared by their error *per example seen*, RMSE / (epochs × examples): the sum of
+gradients that training follows grows with the number of examples seen, so that is noise relative to progress.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from threadpoolctl import threadpool_limits
+
+from quell.errors import QuellError, require_count, require_finite
+from quell.mechanism import Mechanism
+from quell.planning import Plan, make_plan, problem_of
+from quell.privacy.ledger import round_up
+from quell.sampling import Cyclic
+from quell.search import Progress, pareto, search
+from quell.setup import Setup
+
+_STURDY = ("identity", "lambda_cgd", "fractional", "band_toeplitz", "blt")  # found in a second, one of each kind
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed set-up, the mechanism it would get, and its error per example seen relative to the plan's."""
+
+    what: str
+    mechanism: Mechanism
+    ratio: float
+
+
+def changes(plan: Plan) -> Iterator[Change]:
+    """What more memory, more epochs and larger batches would do."""
+    setup, chosen = plan.setup, plan.mechanism
+    objective = setup.objective
+    for mechanism in pareto(plan.alternatives, objective):
+        if mechanism.buffers > setup.buffer_limit and mechanism.score(objective) < 0.97 * chosen.score(objective):
+            ratio = mechanism.score(objective) / chosen.score(objective)
+            yield Change(f"{mechanism.buffers:,} model copies of memory", mechanism, ratio)
+            break
+    longer, larger = {"epochs": 2 * setup.epochs}, {"batch_size": 2 * setup.batch_size}
+    for what, options in (("twice the epochs", longer), ("batches twice as large", larger)):
+        if setup.user_level or isinstance(setup.learning_rates, tuple) or options.get("batch_size", 0) > setup.examples:
+            continue
+        other = replace(setup, sampling=chosen.sampling, **options)  # type: ignore[arg-type]
+        families = None if chosen.sampling == Cyclic.name else (chosen.name,)  # amplified, the same kind has to do
+        with threadpool_limits(1):
+            found = search(other, problem_of(other), families=families)
+        if found:
+            seen = other.epochs / setup.epochs
+            yield Change(what, found[0], found[0].score(objective) / seen / chosen.score(objective))
+
+
+def plan_for_rmse(setup: Setup, target: float, progress: Progress | None = None) -> Plan:
+    """The plan with the least ε whose RMSE is at most `target`; the set-up's own ε is where the search starts."""
+    if require_finite("target_rmse", target) <= 0:
+        raise QuellError(f"target_rmse={target:g} must be positive: it is the error per unit of clip norm")
+    epsilon = setup.epsilon
+    for _ in range(3):
+        epsilon = _epsilon_of(replace(setup, epsilon=epsilon, objective="rmse"), target, progress)
+    for more in (1.0, 1.004, 1.01, 1.02, 1.04):  # certificates ask for a little more noise than estimates
+        found = make_plan(replace(setup, epsilon=round_up(epsilon * more, 4), objective="rmse"), progress)
+        if found.mechanism.rmse <= target:
+            return found
+    raise QuellError(
+        f"no epsilon near {epsilon:.3g} could be certified for RMSE {target:g}: ask for a little more error"
+    )
+
+
+def _epsilon_of(setup: Setup, target: float, progress: Progress | None) -> float:
+    """The ε at which the best mechanism at the set-up's ε has the target error, by secants between logarithms."""
+    with threadpool_limits(1):
+        best = search(setup, problem_of(setup), progress)[0]
+        epsilon, noise = setup.epsilon, best.noise_multiplier
+        slope, wanted = -1.0, target / best.unit_error.rmse
+        for _ in range(12):
+            gap = math.log(wanted / noise)
+            if abs(gap) < 2e-3:
+                break
+            step = min(max(gap / slope, -1.5), 1.5)
+            changed = min(max(epsilon * math.exp(step), 1e-3), 1e4)
+            if changed == epsilon:
+                raise QuellError(f"target_rmse={target:g} is out of reach for any epsilon between 0.001 and 10,000")
+            task = problem_of(replace(setup, epsilon=changed))
+            after = task.estimated(best.strategy, best.sampling).noise_multiplier
+            slope = min(math.log(after / noise) / math.log(changed / epsilon), -0.1)
+            epsilon, noise = changed, after
+    return epsilon
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to spend a fixed number of steps: more epochs mean larger batches."""
+
+    setup: Setup
+    mechanism: Mechanism
+
+    @property
+    def noise_per_example(self) -> float:
+        """Error per example seen."""
+        return self.mechanism.score(self.setup.objective) / (self.setup.epochs * self.setup.examples)
+
+
+def choices_for_steps(steps: int, setup: Setup, progress: Progress | None = None) -> list[Choice]:
+    """Epochs 1, 2, 4, … at about `steps` steps, each with its best mechanism; `setup` gives everything else."""
+    steps = require_count("steps", steps)
+    found: list[Choice] = []
+    rounds = [2**e for e in range(20) if steps <= setup.examples * 2**e <= steps * setup.examples]
+    for done, epochs in enumerate(rounds):
+        option = replace(setup, epochs=epochs, batch_size=round(setup.examples * epochs / steps))
+        if abs(option.steps - steps) > 0.1 * steps:  # an epoch has a whole number of steps
+            break
+        if progress is not None:
+            progress(done, len(rounds), f"{epochs} epochs")
+        with threadpool_limits(1):
+            best = search(option, problem_of(option), families=_STURDY)
+        found += [Choice(option, each) for each in best[:1]]
+        if len(found) > 1 and found[-1].noise_per_example > 0.95 * found[-2].noise_per_example:
+            break
+    if not found:
+        raise QuellError(
+            f"{steps:,} steps cannot be spent on {setup.examples:,} examples: take at most that many steps"
+        )
+    return found

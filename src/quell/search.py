@@ -1,0 +1,249 @@
+"""The search behind a plan: every family, its parameters, every allowed sampling scheme; ranked by quick estimates.
+
+Without amplification noise is exact and costs milliseconds, so everything is tried. With it, an estimate takes a tenth
+of a second (`quell.quick`), so it is spent where it can matter:
+
+* Each family is one or two *lines*: an ordered list of parameter values along which the score has one valley (bands,
+  buffers, γ, or the memory 1/(1−λ) on a logarithmic scale). Golden sections find the bottom in few evaluations.
+* A candidate whose noise must be so large that it cannot beat the best one known, by a bound that costs milliseconds
+  (`quell.quick.least`), is not estimated at all.
+* The first guess for a candidate's noise is its neighbour's.
+
+Nothing here is a promise: `quell.planning` certifies what it recommends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from quell.errors import QuellError
+from quell.mechanism import Mechanism, Problem
+from quell.progress import announce
+from quell.quick import least
+from quell.sampling import Cyclic, Participation, scheme_names
+from quell.setup import Setup
+from quell.strategy import FAMILIES, Limits, Parameter, Strategy, build
+from quell.strategy.fractional import best_lambda
+
+Progress = Callable[[int, int, str], None]
+Parameters = dict[str, Parameter]
+
+_LOOK_AHEAD = 16  # buffers that are looked at beyond a smaller limit: what would more memory buy?
+_POINTS = 20  # values on a continuous line
+_PRETENDED = "separation"  # not a parameter of any family: what a strategy is optimised for
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_UNAMPLIFIED = ("tree", "dense", "diagonal", "band")  # baselines, and one whose Gram matrix takes seconds
+_MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies are amplified
+
+
+@dataclass
+class Search:
+    """What has been tried so far for one set-up. Keys are (family, parameters in words, scheme)."""
+
+    setup: Setup
+    problem: Problem
+    seen: dict[tuple[str, str, str], Mechanism | None] = field(default_factory=dict)  # None: cannot be had
+    strategies: dict[tuple[str, str], Strategy | None] = field(default_factory=dict)
+    parameters: dict[tuple[str, str], Parameters] = field(default_factory=dict)
+    latest: dict[tuple[str, str], float] = field(default_factory=dict)  # noise of the last one of a family and scheme
+
+    @property
+    def mechanisms(self) -> list[Mechanism]:
+        return [mechanism for mechanism in self.seen.values() if mechanism is not None]
+
+    def least_score(self, objective: str) -> float:
+        """The best that is known among what fits."""
+        fitting = (m.score(objective) for m in self.mechanisms if self.setup.allows(m.buffers, m.draws))
+        return min(fitting, default=math.inf)
+
+    def score(self, family: str, parameters: Parameters, *, sampling: str, objective: str) -> float:
+        """The objective of one candidate, or a lower bound on it where that already rules the candidate out."""
+        key = family, _words(parameters), sampling
+        if key not in self.seen:
+            strategy = self._strategy(family, parameters)
+            if strategy is None or sampling not in self.problem.schemes_for(strategy):
+                return math.inf
+            try:
+                if sampling != Cyclic.name:
+                    scheme = self.problem.scheme_of(strategy, sampling)
+                    noise = least(strategy, scheme, self.setup.epsilon, self.setup.delta)
+                    bound = noise * self.problem.unit_score(strategy, objective)
+                    if bound > self.least_score(objective):
+                        return bound
+                near = self.latest.get((family, sampling))
+                self.seen[key] = found = self.problem.estimated(strategy, sampling, near)
+                self.latest[family, sampling] = found.noise_multiplier
+            except QuellError as refusal:  # a scheme that does not fit, an error that overflows: others still can
+                announce(str(refusal))
+                self.seen[key] = None
+        mechanism = self.seen[key]
+        return math.inf if mechanism is None else mechanism.score(objective)
+
+    def refine(self, objective: str) -> None:
+        """Try the best amplified one that fits with its columns normalised, which costs time and gains a percent."""
+        ranked = sorted(self.seen.items(), key=lambda entry: entry[1].score(objective) if entry[1] else math.inf)
+        for (family, words, sampling), mechanism in ranked:
+            if mechanism is None or not self.setup.allows(mechanism.buffers, mechanism.draws):
+                continue
+            small = self.problem.workload.steps * self.problem.cycle.separation <= _MOST_GRAM
+            if sampling != Cyclic.name and FAMILIES[family].normalisable and small:
+                parameters = {**self.parameters[family, words], "column_normalise": True}
+                self.score(family, parameters, sampling=sampling, objective=objective)
+            return
+
+    def fits(self, family: str, parameters: Parameters) -> bool:
+        """Whether a candidate stays within the set-up's limits."""
+        strategy = self._strategy(family, parameters)
+        return strategy is not None and self.setup.allows(strategy.recurrence.buffers, strategy.recurrence.draws)
+
+    def _strategy(self, family: str, parameters: Parameters) -> Strategy | None:
+        key = family, _words(parameters)
+        if key not in self.strategies:
+            self.parameters[key] = parameters
+            own = {name: value for name, value in parameters.items() if name != _PRETENDED}
+            participation = self.problem.cycle.participation
+            if _PRETENDED in parameters:
+                participation = Participation(participation.steps, int(parameters[_PRETENDED]))
+            try:
+                self.strategies[key] = build(family, self.problem.workload, participation, None, **own)
+            except QuellError as refusal:  # a search that did not converge: the others still can
+                announce(str(refusal))
+                self.strategies[key] = None
+        return self.strategies[key]
+
+
+def search(
+    setup: Setup, problem: Problem, progress: Progress | None = None, families: tuple[str, ...] | None = None
+) -> list[Mechanism]:
+    """Mechanisms worth showing, estimated: the best of every family, and the best for every amount of memory.
+
+    Sorted by the set-up's objective, those that fit first. All families are searched by default, and then for the least
+    RMSE as well; some families only for the objective.
+    """
+    state = Search(setup, problem)
+    participation = problem.cycle.participation
+    within, beyond = (
+        Limits(participation, buffers, setup.draws)
+        for buffers in (setup.buffer_limit, max(setup.buffer_limit, _LOOK_AHEAD))
+    )
+    schemes = scheme_names(setup.sampling)
+    amplifying = [name for name in schemes if name != Cyclic.name]
+    plain, lines = (
+        [line for line in each if families is None or line[0] in families]
+        for each in (_grids(problem, within, beyond), _lines(problem, within, beyond))
+    )
+    wanted = (setup.objective, "rmse") if families is None else (setup.objective,)
+    objectives = dict.fromkeys(wanted) if amplifying else {}
+    tick = _ticks(progress, len(plain) + len(lines) * (1 + len(objectives)))
+    for family, values in (*plain, *lines):
+        tick(family)
+        for parameters in values if Cyclic.name in schemes else ():
+            state.score(family, parameters, sampling=Cyclic.name, objective=setup.objective)
+    for objective in objectives:
+        for family, values in lines:
+            tick(family)
+            fitting = [each for each in values if state.fits(family, each)]
+            for sampling in amplifying:
+                for group in (fitting, values):  # the best within the limits, and the best there is
+                    _valley(partial(state.score, family, sampling=sampling, objective=objective), group)
+        state.refine(objective)
+    return worth_showing(setup, state.mechanisms)
+
+
+def worth_showing(setup: Setup, mechanisms: list[Mechanism]) -> list[Mechanism]:
+    """The best of every family and for every amount of memory, by the set-up's objective and by RMSE."""
+    kept: dict[int, Mechanism] = {}
+    for objective in (setup.objective, "rmse"):
+        ranked = sorted(mechanisms, key=lambda m: (not setup.allows(m.buffers, m.draws), m.score(objective)))
+        families: set[str] = set()
+        for mechanism in ranked:
+            if mechanism.name not in families and (objective == setup.objective or not families):
+                kept[id(mechanism)] = mechanism
+            families.add(mechanism.name)
+        for mechanism in pareto(mechanisms, objective):
+            kept[id(mechanism)] = mechanism
+    return sorted(kept.values(), key=lambda m: (not setup.allows(m.buffers, m.draws), m.score(setup.objective)))
+
+
+def pareto(mechanisms: list[Mechanism] | tuple[Mechanism, ...], objective: str) -> list[Mechanism]:
+    """Those that nothing with as little memory beats, least memory first."""
+    front: list[Mechanism] = []
+    for mechanism in sorted(mechanisms, key=lambda m: (m.buffers, m.score(objective))):
+        if not front or mechanism.score(objective) < front[-1].score(objective) * 0.995:
+            front.append(mechanism)
+    return front
+
+
+def _grids(problem: Problem, within: Limits, beyond: Limits) -> Iterator[tuple[str, list[Parameters]]]:
+    """(family, parameter values): all that is worth trying without amplification, within the limits and beyond."""
+    for family in FAMILIES.values():
+        both = [each for limits in (within, beyond) for each in family.candidates(problem.workload, limits)]
+        size = "bands" if "bands" in family.required else "buffers"
+        values = sorted({_words(each): each for each in both}.values(), key=lambda each: int(each.get(size, 0)))
+        if family.name == "fractional":  # its best powers take time; more draws are always better
+            values = [each for each in values if each["bands"] == max(int(other["bands"]) for other in values)]
+        if values:
+            yield family.name, values
+
+
+def _lines(problem: Problem, within: Limits, beyond: Limits) -> Iterator[tuple[str, list[Parameters]]]:
+    """(family, parameter values in order): what is worth trying with amplification, columns not normalised."""
+    for family, values in _grids(problem, within, beyond):
+        if family not in ("lambda_cgd", "fractional", *_UNAMPLIFIED):
+            yield family, [{**each, "column_normalise": False} for each in values if not each.get("column_normalise")]
+    if within.draws < 2 or problem.workload.steps < 2 or problem.workload.given is not None:
+        return
+    longest = math.log(1.0 / (1.0 - min(best_lambda(problem.workload, problem.cycle.participation), 1 - 1e-12)))
+    memories = np.linspace(0.0, longest, _POINTS + 1)[1:]
+    yield "lambda_cgd", [{"lambda": -math.expm1(-float(memory))} for memory in memories]
+    yield from _less_cancelling(problem, within)
+    powers = np.linspace(0.0, 1.0, _POINTS + 1)[1:]
+    yield "fractional", [{"bands": within.draws, "gamma": float(power)} for power in powers]
+
+
+def _less_cancelling(problem: Problem, limits: Limits) -> Iterator[tuple[str, list[Parameters]]]:
+    """Optimised families, searched as if examples came back sooner than they do.
+
+    What is optimal without amplification cancels too much for amplified RMSE, and for training. The optimum for a
+    shorter separation cancels less; it is as good a strategy as any, and priced for the true participations.
+    """
+    separation = problem.cycle.separation
+    shorter = [s for s in (separation >> shift for shift in range(7, 0, -1)) if s > 1]
+    bands = [int(each["bands"]) for each in FAMILIES["band_inv"].grid(limits)]
+    if bands and shorter:
+        yield "band_inv", [{"bands": max(bands), _PRETENDED: s, "column_normalise": False} for s in shorter]
+    buffers = int(min(limits.buffers, 2))
+    if buffers and shorter:
+        yield "blt", [{"buffers": buffers, _PRETENDED: s} for s in shorter]
+
+
+def _ticks(progress: Progress | None, total: int) -> Callable[[str], None]:
+    done = iter(range(total))
+    return lambda name: progress(next(done), total, name) if progress is not None else None
+
+
+def _valley(score: Callable[[Parameters], float], values: list[Parameters]) -> None:
+    """Find the least score of values in order, by golden sections; the scores remember themselves."""
+    known: dict[int, float] = {}
+
+    def at(index: int) -> float:
+        if index not in known:
+            known[index] = score(values[index])
+        return known[index]
+
+    low, high = 0, len(values) - 1
+    while high - low > 2:
+        left = high - round(_GOLDEN * (high - low))
+        right = max(low + round(_GOLDEN * (high - low)), left + 1)
+        low, high = (low, right) if at(left) <= at(right) else (left, high)
+    for index in range(low, high + 1):
+        at(index)
+
+
+def _words(parameters: Parameters) -> str:
+    return repr(sorted(parameters.items()))

@@ -1,0 +1,90 @@
+"""What noise costs, and the limits that follow."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import quell
+from quell import bench, costs
+from quell.costs import DEVICES, NoiseCost, TimeLimit
+from quell.errors import QuellError
+from quell.setup import Setup
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+SMALL = {"examples": 1000, "batch_size": 50, "epochs": 4, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
+
+
+def measured(device: str) -> list[tuple[int, int, float]]:
+    """(buffers, draws, ns per parameter) of the committed benchmark, ChaCha20."""
+    shapes = {"independent": (0, 1), "λCGD": (0, 2), "BISR p=4": (0, 4), "BISR p=16": (0, 16), "BLT d=4": (4, 1)}
+    rings = {"ring b=4": (3, 1), "ring b=16": (15, 1)}
+    if device == "cpu":
+        text, parameters = (RESULTS / "noise_cpu.md").read_text(), 1e7
+        rows = re.findall(r"^(\S.*?)\s+chacha20\s+([\d.]+)", text, re.MULTILINE)
+    else:
+        text, parameters = (RESULTS / "noise_gpu.md").read_text().split("## 100,000,000")[1].split("##")[0], 1e8
+        rows = re.findall(r"^\| (.*?) \| chacha20 \| ([\d.]+)", text, re.MULTILINE)
+    known = {**shapes, **rings}
+    return [(*known[name], float(ms) * 1e6 / parameters) for name, ms in rows if name in known]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_cost_model_fits_its_benchmark(device):
+    """Never below what was measured by much, and at most twice as much, which is what rings of buffers are granted."""
+    rows = measured(device)
+    assert len(rows) == 7
+    for buffers, draws, nanoseconds in rows:
+        assert 0.85 * nanoseconds < DEVICES[device].of(buffers, draws) < 2.1 * nanoseconds
+
+
+def test_a_time_limit_is_a_share_of_the_step():
+    limit = TimeLimit.of_share(0.02, step_seconds=0.1, parameters=10**8, device_name="h200")
+    assert limit.most == pytest.approx(0.02)  # 2 ms for 10⁸ parameters
+    assert limit.allows(0, 4)
+    assert not limit.allows(0, 16)
+
+
+def test_plans_keep_their_time_limit_and_verify_anywhere(tmp_path):
+    tight = TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=3.5)
+    plan = quell.plan(**SMALL, time_limit=tight)
+    assert plan.mechanism.buffers + plan.mechanism.draws - 1 <= 2
+    assert any(m.buffers + m.draws - 1 > 2 for m in plan.alternatives)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert quell.Plan.load(path).setup == plan.setup
+    content = json.loads(path.read_text())
+    content["setup"]["time_limit"]["most"] = 100.0  # then something else would have been recommended
+    path.write_text(json.dumps(content))
+    assert any(not check.holds for check in quell.verify(path))
+
+
+def test_measuring_writes_what_plans_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUELL_CACHE", str(tmp_path))
+    with pytest.raises(QuellError, match="run quell bench first"):
+        costs.device("measured")
+    cost = bench.measure(parameters=20_000, repeats=2)
+    costs.keep(cost, "a test")
+    assert costs.device("measured") == cost
+    costs.measured_file().write_text("{}")
+    with pytest.raises(QuellError, match="run quell bench again"):
+        costs.device("measured")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: costs.device("abacus"), "no noise costs for the device 'abacus'"),
+        (lambda: TimeLimit.of_share(0, 1, 1, "cpu"), "noise_share=0 must lie between 0 and 1"),
+        (lambda: TimeLimit.of_share(0.1, 0, 1, "cpu"), "step_seconds=0 must be positive"),
+        (lambda: bench.measure(10, "tpu"), "nothing to measure on 'tpu'"),
+        (lambda: NoiseCost(1.0, -1.0, 1.0), "noise cost draw=-1"),
+        (lambda: Setup(**SMALL, objective="accuracy"), "there is no objective 'accuracy'"),
+    ],
+)
+def test_bad_costs_get_one_clear_sentence(call, message):
+    with pytest.raises(QuellError, match=message):
+        call()

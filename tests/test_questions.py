@@ -1,0 +1,93 @@
+"""Questions around a plan, and privacy per user."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import quell
+from quell import questions
+from quell.errors import QuellError
+from quell.privacy import gaussian_sigma
+from quell.sampling import Batches, Cyclic, Participation
+from quell.sensitivity import by_enumeration
+from quell.setup import Setup
+
+SMALL = {"examples": 1000, "batch_size": 50, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
+
+
+@pytest.mark.parametrize("target", [2.0, 8.0, 40.0])
+def test_the_least_epsilon_for_an_error(target):
+    plan = questions.plan_for_rmse(Setup(**SMALL, sampling="cyclic"), target)
+    assert 0.98 * target <= plan.mechanism.rmse <= target
+    assert plan.mechanism.guarantee.epsilon == plan.setup.epsilon
+
+
+@pytest.mark.slow
+def test_the_least_epsilon_for_an_error_amplified():
+    target = 6.0
+    plan = questions.plan_for_rmse(Setup(**SMALL), target)
+    assert 0.95 * target <= plan.mechanism.rmse <= target
+    assert plan.setup.epsilon < questions.plan_for_rmse(Setup(**SMALL, sampling="cyclic"), target).setup.epsilon
+
+
+@pytest.mark.parametrize("target", [1e-9, 1e12])
+def test_errors_out_of_reach_are_refused(target):
+    with pytest.raises(QuellError, match="out of reach"):
+        questions.plan_for_rmse(Setup(**SMALL, sampling="cyclic"), target)
+
+
+def test_more_epochs_in_the_same_steps_lower_the_noise_per_example():
+    setup = Setup(**{**SMALL, "batch_size": 1, "epochs": 1}, sampling="cyclic")
+    choices = questions.choices_for_steps(100, setup)
+    assert [choice.setup.epochs for choice in choices][:3] == [1, 2, 4]
+    assert all(90 <= choice.setup.steps <= 110 for choice in choices)
+    noise = [choice.noise_per_example for choice in choices]
+    assert noise[1] < noise[0]
+    with pytest.raises(QuellError, match="cannot be spent on 1,000 examples"):
+        questions.choices_for_steps(10**7, setup)
+
+
+def test_changes_are_what_a_new_plan_would_say():
+    plan = quell.plan(**SMALL, sampling="cyclic", memory=0, draws=1, objective="rmse")
+    found = {change.what: change for change in questions.changes(plan)}
+    more = next(change for what, change in found.items() if what.endswith("memory"))
+    assert more.ratio < 0.97
+    richer = quell.plan(**SMALL, sampling="cyclic", memory=more.mechanism.buffers, draws=1, objective="rmse")
+    assert richer.mechanism.rmse <= more.mechanism.rmse * (1 + 1e-9)
+    longer = quell.plan(**{**SMALL, "epochs": 8}, sampling="cyclic", memory=0, draws=1, objective="rmse")
+    assert found["twice the epochs"].ratio == pytest.approx(longer.mechanism.rmse / 2 / plan.mechanism.rmse, rel=1e-6)
+
+
+def test_privacy_per_user_counts_the_users_own_pattern(tmp_path):
+    """A user takes part at most three times, at least ten steps apart: the noise follows from that alone."""
+    plan = quell.plan(**{**SMALL, "examples": 200, "epochs": 5}, separation=5, participations=3, draws=2, memory=1)
+    assert plan.setup.sampling == "cyclic"
+    pattern = Participation(20, 5, 3)
+    for mechanism in plan.mechanisms:
+        matrix = mechanism.strategy.matrix()
+        needed = by_enumeration(matrix, pattern) * gaussian_sigma(4.0, 1e-5)
+        assert mechanism.noise_multiplier >= needed * (1 - 1e-9)
+    assert "per user" in plan.explain()
+    assert "per example" not in plan.explain()
+    plan.save(tmp_path / "plan.json")
+    assert quell.Plan.load(tmp_path / "plan.json").problem.row(plan.mechanism)["guarantee"]["unit"] == "user"
+
+
+def test_more_participations_need_more_noise():
+    noises = [
+        quell.plan(**SMALL, separation=4, participations=k, draws=1, memory=0).problem.dpsgd.noise_multiplier
+        for k in (1, 2, 8)
+    ]
+    assert np.allclose(noises, [gaussian_sigma(4.0, 1e-5) * k**0.5 for k in (1, 2, 8)])
+
+
+def test_capped_participations_cannot_be_run_on_batches_that_exceed_them():
+    with pytest.raises(QuellError, match="bring your own batches"):
+        Batches(Cyclic(20, 5, participations=3), 100, bytes(32))
+    assert len(Batches(Cyclic(20, 5, participations=4), 100, bytes(32))) == 20
+
+
+def test_amplification_is_not_promised_per_user():
+    with pytest.raises(QuellError, match="priced per example: per user only cyclic is"):
+        Setup(**SMALL, participations=2, sampling="balls_in_bins")
