@@ -3,14 +3,14 @@
 `rmse` and `maxse` are the errors of the iterates. They are provable, but not what a practitioner is after: mechanisms
 with the least RMSE cancel more than training likes. The λCGD paper found the best λ two to four times smaller on the
 scale 1/(1−λ) (arXiv:2601.22334, §5.1), and over mechanisms trained on CIFAR-10 with momentum the RMSE on the momentum
-workload alone ranked accuracies poorly, its geometric mean with the RMSE on plain prefix sums far better.
+workload alone ranked accuracies worse than its geometric mean with the RMSE on plain prefix sums (docs/results.md).
 
-`training` is one number that says both. It is the geometric mean of two RMSEs: on the optimizer's own workload, and on
-the prefix sums of an optimizer without momentum. Both are taken with *forgetting*: what a step did fades over a ninth
-of the run, as it does in training, where later gradients correct for old noise; so it pays to cancel noise within that
-time and not beyond. For prefix sums λCGD's best memory 1/(1−λ) is √(horizon/2), so a ninth of the run means a third of
-the memory, the middle of the paper's two to four. Adaptive optimizers, for which the advice is fewer bands, get a
-sixteenth, a quarter of the memory.
+`training` says both. It is the RMSE on the optimizer's own workload with *forgetting*: what a step did fades over a
+ninth of the run, as it does in training, where later gradients correct for old noise; so it pays to cancel noise within
+that time and not beyond. For prefix sums λCGD's best memory 1/(1−λ) is √(horizon/2), so a ninth of the run means a
+third of the memory, the middle of the paper's two to four. Adaptive optimizers, for which the advice is fewer bands,
+get a sixteenth, a quarter of the memory. Where the optimizer has momentum or decay, the number is the geometric mean of
+that and the RMSE on plain prefix sums.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def training_error(strategy: Strategy, workload: Workload, adaptive: bool = Fals
     own = error(strategy, forgetting(workload, horizon)).rmse
     if workload.is_prefix:
         return own
-    return math.sqrt(own * error(strategy, forgetting(prefix(workload.steps), horizon)).rmse)
+    return math.sqrt(own * error(strategy, prefix(workload.steps)).rmse)
 
 
 def forgetting(workload: Workload, horizon: float) -> Workload:

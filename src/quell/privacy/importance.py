@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from quell._types import Array
 from quell.privacy.confidence import best_bet, draws_needed, expected_excess, lower_mean, upper_mean
@@ -179,10 +180,13 @@ def _draw(
     log_constants: Array | None,
     stream: int,
 ) -> tuple[Drawn, Array]:
-    """Draws from every proposal, reduced chunk by chunk; constants Z are estimated where none are given."""
+    """Draws from every proposal, reduced chunk by chunk; constants Z are estimated where none are given.
+
+    Chunks run side by side, so each multiplies its matrices on one thread, and sums never depend on how many there are.
+    """
     keys = keys_of(proposals)
     pieces: list[Draws] = []
-    with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+    with threadpool_limits(limits=1), ThreadPoolExecutor(os.cpu_count() or 1) as workers:
         jobs = [
             workers.submit(pair.draw, proposals[k], keys, size, _generator(stream, direction, k, chunk))
             for k, chunk, size in _chunks(pair, counts)
