@@ -12,6 +12,7 @@ from scipy.stats import spearmanr
 
 from quell import workload
 from quell.error import error
+from quell.objective import training_error
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def analysed(accuracy: dict[tuple[str, float], list[float]], size: str) -> Study
 
 
 def candidates(plan: Entry) -> dict[str, float]:
-    """Amplified RMSE on three workloads, and geometric means of them."""
+    """Amplified RMSE on three workloads, geometric means of them, and the planner's own objective."""
     n, chosen, sigma = plan["steps"], strategy_of(plan), plan["noise_multiplier"]
     workloads = {
         "optimizer": workload.sgd(n, plan["momentum"], plan["weight_decay"]),
@@ -50,4 +51,5 @@ def candidates(plan: Entry) -> dict[str, float]:
     single = {name: sigma * error(chosen, task).rmse for name, task in workloads.items()}
     pairs = (("optimizer", "prefix"), ("optimizer", "identity"), ("prefix", "identity"), tuple(workloads))
     means = {" × ".join(names): float(np.prod([single[name] for name in names]) ** (1 / len(names))) for names in pairs}
-    return {**single, **means}
+    planners = sigma * training_error(chosen, workloads["optimizer"])
+    return {**single, **means, "the planner's `training`": planners}
