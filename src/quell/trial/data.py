@@ -76,17 +76,19 @@ def load(path: str | Path, validate: bool) -> Data:
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        content = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:  # np.load would leave a broken file open
+            content = np.load(file, allow_pickle=False)
+            if not isinstance(content, np.lib.npyio.NpzFile):
+                raise QuellError(f"{path} holds one array and no names: {_FORMAT}")
+            return {name: _array(content, name) for name in ("x", "y", "x_test", "y_test") if name in content.files}
+    except QuellError:
+        raise
     except FileNotFoundError:
         raise QuellError(f"there is no file {path}") from None
     except OSError as problem:
         raise QuellError(f"cannot read {path}: {problem.strerror or problem}") from problem
     except (ValueError, EOFError, zipfile.BadZipFile):
         raise QuellError(f"{path} is not an .npz file: {_FORMAT}") from None
-    if not isinstance(content, np.lib.npyio.NpzFile):
-        raise QuellError(f"{path} holds one array and no names: {_FORMAT}")
-    with content:
-        return {name: _array(content, name) for name in ("x", "y", "x_test", "y_test") if name in content.files}
 
 
 def _array(content: np.lib.npyio.NpzFile, name: str) -> NDArray[Any]:
