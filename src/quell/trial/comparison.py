@@ -27,8 +27,8 @@ from quell.torch.report import PrivacyReport
 from quell.trial.data import Data, Part
 from quell.trial.models import build
 
-GRID = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # learning rates to choose from, times 1 - momentum
-SEARCH_RUNS = 3
+GRID = (0.5, 1.0, 2.0, 4.0, 8.0)  # learning rates to choose from, times 1 - momentum
+SEARCH_RUNS = 2
 _SEARCH_SEEDS = 1_000_000  # added to the seed, so that no searching run is repeated as a reported one
 
 
