@@ -347,6 +347,70 @@ def verify(
 
 
 @app.command()
+def train(
+    file: Annotated[Path, typer.Argument(help="An .npz file with arrays x and y, and perhaps x_test and y_test.")],
+    epochs: Epochs,
+    epsilon: Epsilon,
+    delta: Delta,
+    batch_size: Annotated[int, typer.Option(help="Examples per step.")] = 32,
+    model: Annotated[str, typer.Option(help="linear, mlp or cnn; auto goes by the shape of x.")] = "auto",
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: each row's best of a small grid.")] = None,
+    momentum: Momentum = 0.9,
+    clip: Annotated[float, typer.Option(help="Norm that every example's gradient is clipped to.")] = 1.0,
+    sampling: Sampling = "best",
+    runs: Annotated[int, typer.Option(help="Runs per row; each has its own start and noise.")] = 1,
+    baselines: Annotated[bool, typer.Option(help="Also train without privacy and with DP-SGD.")] = True,
+    seed: Annotated[int | None, typer.Option(help="Repeatable runs, without privacy: for public data only.")] = None,
+    save_weights: Annotated[Path | None, typer.Option(help="Write the planned model's state_dict, for torch.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Write the plan, for quell verify.")] = None,
+    save_report: Annotated[Path | None, typer.Option(help="Write the privacy report: .md or .json.")] = None,
+    plot: Plot = None,
+    html: Annotated[Path | None, typer.Option(help="Write results and curves as one web page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model on your arrays: without privacy, with DP-SGD, and as planned.
+
+    x is (examples, features) or images, (examples, height, width) with channels first or last; y holds integers from 0.
+    Bytes are read as pixels, other numbers as they are. Without x_test a quarter of the examples is held out.
+    """
+    try:
+        from quell.trial import command, results
+    except ModuleNotFoundError as missing:
+        raise QuellError(f"quell train needs {missing.name}: pip install 'quell[torch]'") from missing
+
+    with _progress() as advance:
+        recipe, outcomes = command.train(
+            file,
+            files := command.Files(save_weights, save_plan, save_report, plot, html),
+            advance,
+            lambda row: errors.print(f"{row.arm.name}: {row.mean:.1%} at lr {row.learning_rate:g}", highlight=False),
+            model=model,
+            learning_rate=lr,
+            max_grad_norm=clip,
+            runs=runs,
+            baselines=baselines,
+            seed=seed,
+            batch_size=batch_size,
+            epochs=epochs,
+            epsilon=epsilon,
+            delta=delta,
+            momentum=momentum,
+            sampling=sampling,
+        )
+    found = results.content(recipe, outcomes)
+    if as_json:
+        _print_json(found)
+        return
+    console.print(f"{found['setup']}.", highlight=False)
+    console.print(results.table(outcomes))
+    for line in (found["verdict"], f"Promise of the planned run: {found['promise']}.", *found["notes"]):
+        if line is not None:
+            console.print(line, highlight=False)
+    for path in files.wanted:
+        console.print(f"Written: {path}", highlight=False, markup=False)
+
+
+@app.command()
 def mechanisms(as_json: AsJson = False) -> None:
     """List the mechanisms, one line each."""
     if as_json:
