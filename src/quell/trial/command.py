@@ -11,7 +11,8 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from quell.errors import QuellError, require_count, require_finite
-from quell.planning import Plan, Progress, make_plan
+from quell.planning import Plan, make_plan
+from quell.search import Progress
 from quell.setup import Setup
 from quell.torch.clipping import require_clip_norm
 from quell.trial import data, models

@@ -19,8 +19,9 @@ from torch.utils.data import TensorDataset
 
 from quell.mechanism import Mechanism
 from quell.noise import Key, SeededKeyWarning
-from quell.planning import Plan, Progress
+from quell.planning import Plan
 from quell.sampling import Cyclic
+from quell.search import Progress
 from quell.strategy import build as build_strategy
 from quell.torch import make_private
 from quell.torch.report import PrivacyReport
