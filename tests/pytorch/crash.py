@@ -1,12 +1,14 @@
-"""A training process to be killed: `python crash.py FOLDER MECHANISM CLIPPING`, run again until it finishes.
+"""A training process that is killed: `python crash.py FOLDER MECHANISM CLIPPING STEPS...`.
 
-Writes "step N" after each step, and to `gradients.log` a hash of what each row of noise was added to.
+A life for each number of steps, ended by signal 9 once it has reported so many; then one that may finish. Each life
+goes on from the checkpoint of those before, and logs a hash of what each row of noise was added to.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pytorch.conftest import small_plan
+from pytorch.forks import fork
 from pytorch.training import examples
 from quell.torch import make_private
 
@@ -37,7 +40,8 @@ def train(plan, model, optimizer, loader, after_step=lambda: None):
             after_step()
 
 
-def main(folder: Path, mechanism: str, clipping: str) -> None:
+def live(folder: Path, mechanism: str, clipping: str, report: int) -> None:
+    """Train from the last checkpoint to the end, writing a byte to `report` after each step."""
     plan, model, optimizer, loader = build(folder / "key", mechanism, clipping)
     checkpoint = folder / "checkpoint.pt"
 
@@ -67,11 +71,31 @@ def main(folder: Path, mechanism: str, clipping: str) -> None:
     def after_step():
         if optimizer.run.step % 3 == 0:
             save()
-        print("step", optimizer.run.step, flush=True)
+        os.write(report, b".")
 
     train(plan, model, optimizer, loader, after_step)
     torch.save(model.state_dict(), folder / "final.pt")
 
 
+def main(folder: Path, mechanism: str, clipping: str, kills: list[int]) -> None:
+    for kill_after in [*kills, None]:
+        reports, report = os.pipe()
+        child = fork(lambda report=report: live(folder, mechanism, clipping, report))
+        os.close(report)
+        steps = 0
+        while os.read(reports, 1):
+            steps += 1
+            if steps == kill_after:
+                os.kill(child, signal.SIGKILL)
+                break
+        status = os.waitpid(child, 0)[1]
+        os.close(reports)
+        expected = 0 if kill_after is None else -signal.SIGKILL
+        if os.waitstatus_to_exitcode(status) != expected:
+            sys.exit(f"a life that should have ended with {expected} had the wait status {status}")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports much that the lives would import again
+    small_plan(sys.argv[2], alone=True, epochs=4)
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], [int(steps) for steps in sys.argv[4:]])

@@ -1,7 +1,4 @@
-"""One rank of a world of gloo processes: `python ranks.py FOLDER RANK WORLD`; results land in the folder.
-
-All scenarios run in one process, because starting it is what takes time.
-"""
+"""Worlds of gloo processes: `python ranks.py FOLDER WORLD...`; the results of each world land in FOLDER/WORLD."""
 
 from __future__ import annotations
 
@@ -18,9 +15,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pytorch.conftest import small_plan, unpriced_poisson_plan
+from pytorch.forks import fork, wait_all
 from pytorch.training import examples
 from quell.noise import Key
-from quell.torch import make_private
+from quell.torch import hooks, make_private
 
 SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
     "flat": ("flat", False, "bsr", "cyclic"),
@@ -92,7 +90,8 @@ def audited(folder: Path, name: str) -> None:
     torch.save(found, folder / f"audit {name} {dist.get_rank()}.pt")
 
 
-def main(folder: Path, rank: int, world: int) -> None:
+def live(folder: Path, rank: int, world: int) -> None:
+    """One rank: all scenarios, one after the other."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world)
     for name in SCENARIOS:
@@ -128,5 +127,15 @@ def main(folder: Path, rank: int, world: int) -> None:
     dist.destroy_process_group()
 
 
+def main(folder: Path, world: int) -> None:
+    home = folder / str(world)
+    home.mkdir()
+    if not wait_all([fork(lambda rank=rank: live(home, rank, world)) for rank in range(world)]):
+        sys.exit(f"a rank of a world of {world} failed")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports much that the ranks would import again,
+    assert hooks  # as does Opacus
+    for size in sys.argv[2:]:
+        main(Path(sys.argv[1]), int(size))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from quell.torch import make_private
 
 from . import crash
 from .conftest import small_plan
+from .forks import run_script
 from .training import examples, network, train
 
 CRASH = Path(__file__).with_name("crash.py")
@@ -102,6 +100,18 @@ def test_a_second_run_with_the_same_key_is_refused(tmp_path):
         train(model, optimizer, loader, steps=1)
 
 
+def test_workers_get_the_seeds_they_would_have_had():
+    """Seeds of loader workers follow from key and step, not from how often a loader was started."""
+    plan, key = small_plan(momentum=0.9), Key.generate()
+    seeds = []
+    for chosen, starts in ((key, 1), (key, 3), (Key.generate(), 1)):
+        _, _, loader = private(chosen, plan)
+        for _ in range(starts):
+            iter(loader)
+        seeds.append(loader.generator.initial_seed())
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
 def test_half_a_batch_is_not_saved(plan):
     model = network()
     model, optimizer, loader = make_private(
@@ -114,23 +124,9 @@ def test_half_a_batch_is_not_saved(plan):
         optimizer.state_dict()
 
 
-def live(folder, mechanism, clipping, kill_after):
-    """Run the training process; kill it with signal 9 after so many steps. Whether it finished."""
-    command = [sys.executable, str(CRASH), str(folder), mechanism, clipping]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for steps, _ in enumerate(process.stdout, start=1):
-            if steps == kill_after:
-                process.send_signal(signal.SIGKILL)
-                break
-        process.wait()
-    return process.returncode == 0
-
-
 def killed_and_resumed(folder, mechanism, clipping, kills):
-    """Whether a run that was killed `kills` times ends with the weights of one that was not."""
-    for kill_after in [*kills, None]:
-        finished = live(folder, mechanism, clipping, kill_after)
-        assert finished == (kill_after is None)
+    """A run that was killed after so many steps, each time, ends with the weights of one that was not."""
+    run_script(CRASH, folder, mechanism, clipping, *kills, timeout=240)
     hashes: dict[str, set[str]] = {}
     lines = (folder / "gradients.log").read_text().splitlines()
     for line in lines:

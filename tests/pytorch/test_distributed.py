@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,31 +11,22 @@ import torch
 from quell.noise.audit import audit
 
 from .conftest import small_plan
+from .forks import run_script
 from .ranks import SCENARIOS
 
 RANKS = Path(__file__).with_name("ranks.py")
 
 
-def run_world(folder: Path, world: int) -> Path:
-    """Run all scenarios in so many processes. A hang is a failure."""
-    home = folder / str(world)
-    home.mkdir()
-    command = [sys.executable, "-W", "ignore", str(RANKS), str(home)]
-    ranks = [subprocess.Popen([*command, str(rank), str(world)]) for rank in range(world)]
-    try:
-        assert [rank.wait(timeout=240) for rank in ranks] == [0] * world
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return home
+def run_worlds(folder: Path, *sizes: int) -> dict[int, Path]:
+    """Run all scenarios in so many processes, one world after the other. A hang is a failure."""
+    run_script(RANKS, folder, *sizes, timeout=280)
+    return {size: folder / str(size) for size in sizes}
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
     """A world of one leaves checkpoints at step 7; a world of two goes on from them."""
-    folder = tmp_path_factory.mktemp("worlds")
-    return {world: run_world(folder, world) for world in (1, 2)}
+    return run_worlds(tmp_path_factory.mktemp("worlds"), 1, 2)
 
 
 def assert_equal(a, b):
@@ -90,8 +79,8 @@ def test_replicas_add_the_same_row(worlds):
 @pytest.mark.slow
 def test_four_ranks(tmp_path, worlds):
     """Also in the other direction: four ranks save, one goes on."""
-    four = run_world(tmp_path, 4)
-    one = run_world(tmp_path, 1)
+    found = run_worlds(tmp_path, 4, 1)
+    four, one = found[4], found[1]
     for name in SCENARIOS:
         reference = torch.load(worlds[1] / f"final {name} 2.pt")
         for physical in (None, 2):

@@ -358,7 +358,9 @@ def test_the_loader_gives_the_plans_batches(plan):
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
     assert all(torch.equal(x, data[torch.as_tensor(indices)]) for x, indices in zip(given, promised, strict=True))
-    assert sorted(i for batch in promised[: len(loader)] for i in batch) == list(range(40))
+    order = [int(i) for batch in promised[: len(loader)] for i in batch]
+    assert sorted(order) == list(range(40))
+    assert order != sorted(order)  # data that is sorted by label must not make batches of one label
 
 
 @pytest.mark.parametrize("clipping", MODES)

@@ -158,6 +158,21 @@ def test_ghost_notices_parameters_it_cannot_see(plan):
             one_step(model, optimizer, next(iter(loader)))
 
 
+def test_ghost_notices_a_parameter_that_leaves_its_layer_later(plan):
+    class Changing(OnlyFunctional):
+        escape = False
+
+        def forward(self, x):
+            return super().forward(x) if self.escape else self.second(torch.tanh(self.first(x)))
+
+    model, optimizer, loader = private(plan, "ghost", Changing())
+    batches = iter(loader)
+    one_step(model, optimizer, next(batches))
+    model.escape = True
+    with pytest.raises(QuellError, match=r"first\.weight has a gradient but no norm"):
+        one_step(model, optimizer, next(batches))
+
+
 def test_ghost_refuses_tied_weights_and_layers_used_twice(plan):
     tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
     tied[1].weight = tied[0].weight
@@ -262,6 +277,16 @@ def test_what_make_private_refuses(plan):
     with pytest.raises(QuellError, match="private already"):
         make_private(model, optimizer, examples(), plan)
     assert not hasattr(network(), "_quell_private")
+
+
+def test_a_mechanism_priced_for_fewer_participations(plan):
+    once = small_plan("bisr", examples=80, batch_size=8, epochs=1)
+    assert once.steps == plan.steps
+    with pytest.raises(QuellError, match=r"is not \(8, 1e-05\)-DP"):
+        private(plan, mechanism=once.mechanism)
+    own = plan.problem.price("lambda_cgd", **{"lambda": 0.5})
+    assert private(plan, mechanism=own)[1].noise_multiplier == own.noise_multiplier
+    assert private(plan, mechanism="blt")[1].run.mechanism.name == "blt"
 
 
 def test_a_collate_function_that_cannot_be_empty():

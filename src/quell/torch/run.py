@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quell.errors import QuellError
+from quell.privacy import certify
 from quell.sampling import Batches, Cyclic, Scheme
 from quell.torch.noise import CorrelatedNoise
 
@@ -91,10 +92,13 @@ class Run:
 
 
 def scheme_of(plan: Plan, mechanism: Mechanism) -> Scheme:
-    """The sampling scheme that the mechanism's guarantee is about.
+    """The sampling scheme that the mechanism's guarantee is about; refused where it does not hold under the plan's.
 
     Fixed batches are cut from a random order, drawn once: privacy is the same, and data that is sorted by label would
     otherwise make batches of one label.
     """
-    scheme = plan.problem.scheme_of(mechanism.strategy, mechanism.guarantee.sampling)
+    promised = mechanism.guarantee
+    scheme = plan.problem.scheme_of(mechanism.strategy, promised.sampling)
+    if all(mechanism is not row for row in plan.mechanisms):  # priced elsewhere, perhaps for fewer participations
+        certify(mechanism.strategy, scheme, mechanism.noise_multiplier, promised.epsilon, promised.delta)
     return replace(scheme, shuffle=True) if isinstance(scheme, Cyclic) else scheme
