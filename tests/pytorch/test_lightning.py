@@ -16,11 +16,6 @@ from tests.pytorch.training import examples, network, seeded, train
 pl = pytest.importorskip("pytorch_lightning")
 from quell.torch.lightning import Private  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-]
-
 
 class Module(pl.LightningModule):
     def __init__(self, schedule=False):
