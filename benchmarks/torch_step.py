@@ -10,7 +10,7 @@ the step and the memory.
 On a GPU a step takes what the clock says. On a CPU it takes what the process was given, by default with one thread:
 on an idle machine that is the same, and on a shared one it leaves out the waiting.
 
-Memory is the peak of one step over what model and optimizer hold between steps: torch's count on a GPU; on a CPU the
+Memory is what the first steps need at their peak over model and optimizer: torch's count on a GPU; on a CPU the
 resident size, each contender in a process of its own.
 """
 
@@ -224,21 +224,21 @@ def now(task: Task) -> float:
     return time.perf_counter()
 
 
-def peak_megabytes(task: Task, name: tuple[str, str], warm_up: int) -> float:
+def peak_megabytes(task: Task, name: tuple[str, str], steps: int) -> float:
+    """The peak over the first steps; before them, a CPU's allocator holds no freed memory that would hide it."""
     step, between = contenders()[name](task)
-    for _ in range(warm_up):
-        step()
-        between()
     gc.collect()
     if task.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated() / 2**20
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = resident("VmRSS")
+    for _ in range(steps):
         step()
-        return (torch.cuda.max_memory_allocated() - held) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
-    step()
-    return resident("VmHWM") - before
+        between()
+    after = torch.cuda.max_memory_allocated() / 2**20 if task.device == "cuda" else resident("VmHWM")
+    return after - before
 
 
 def resident(field: str) -> float:
@@ -248,21 +248,21 @@ def resident(field: str) -> float:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def memory(task: Task, warm_up: int) -> dict[tuple[str, str], float]:
+def memory(task: Task, steps: int) -> dict[tuple[str, str], float]:
     if task.device == "cuda":
         found = {}
         for name in contenders():
-            found[name] = peak_megabytes(task, name, warm_up)
+            found[name] = peak_megabytes(task, name, steps)
             gc.collect()
             torch.cuda.empty_cache()
         return found
-    return {name: in_own_process(task, name, warm_up) for name in contenders()}
+    return {name: in_own_process(task, name, steps) for name in contenders()}
 
 
-def in_own_process(task: Task, name: tuple[str, str], warm_up: int) -> float:
+def in_own_process(task: Task, name: tuple[str, str], steps: int) -> float:
     context = multiprocessing.get_context("fork")  # before this process has started threads of its own
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(sender, task, name, warm_up))
+    child = context.Process(target=_child, args=(sender, task, name, steps))
     child.start()
     sender.close()
     value: float = receiver.recv()
@@ -270,9 +270,9 @@ def in_own_process(task: Task, name: tuple[str, str], warm_up: int) -> float:
     return value
 
 
-def _child(sender: Any, task: Task, name: tuple[str, str], warm_up: int) -> None:
+def _child(sender: Any, task: Task, name: tuple[str, str], steps: int) -> None:
     torch.set_num_threads(1)
-    sender.send(peak_megabytes(task, name, warm_up))
+    sender.send(peak_megabytes(task, name, steps))
 
 
 def table(task: Task, times: dict[tuple[str, str], float], peaks: dict[tuple[str, str], float]) -> list[str]:
@@ -316,7 +316,7 @@ def main() -> None:
     quiet()
     cuda = options.device == "cuda"
     tasks = [task_of(name, options, cuda) for name in options.models.split(",")]
-    peaks = [memory(task, options.warm_up) for task in tasks]
+    peaks = [memory(task, 1 + options.warm_up) for task in tasks]
     torch.set_num_threads(options.threads)
     where = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, threads: {options.threads}"
     lines = [
