@@ -40,6 +40,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/strategies.py --quick
 	$(BIN)/python benchmarks/noise_cpu.py
+	$(BIN)/python benchmarks/torch_step.py --models cnn --rounds 5
 
 screenshot: $(STAMP)  ## the picture in docs/report.md; needs Chromium
 	$(BIN)/python -m tests.page.screenshot docs/report.png

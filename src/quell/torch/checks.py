@@ -61,7 +61,7 @@ def refuse_other_data(plan: Plan, examples: int) -> None:
 def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
     """Say where momentum and weight decay are not the plan's, and what to plan instead."""
     for message in optimizer_mismatches(plan, optimizer):
-        warnings.warn(message, PlanMismatchWarning, stacklevel=3)
+        warnings.warn(message, PlanMismatchWarning, stacklevel=4)
 
 
 def optimizer_mismatches(plan: Plan, optimizer: Optimizer) -> list[str]:

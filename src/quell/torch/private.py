@@ -82,21 +82,36 @@ def make_private(
         raise QuellError("model and optimizer are private already: make new ones for a new run")
     params = trainable_parameters(model, optimizer)
     refuse_batch_norm(model)
-    dataset = dataset_of(data)
-    refuse_other_data(plan, len(dataset))
-    warn_about_optimizer(plan, optimizer)
-    rank, size = world()
-    chosen = select(plan, mechanism)
-    secret, book = _secrets(key, seed, ledger, rank)
-    noise = CorrelatedNoise(chosen, params, bound, key=secret, generator=generator, ledger=book)
-    batches = Batches(scheme_of(plan, chosen), plan.setup.examples, secret.derive("quell batches"))
-    run = Run(plan, chosen, batches, noise, rank, size)
+    run = start_run(optimizer, params, data, plan, bound, mechanism, key, seed, ledger, generator)
     sharded = any(is_sharded(parameter) for parameter in params.values())
     if not sharded:
         copy_from_first_rank([*model.parameters(), *model.buffers()])
     engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
     model._quell_private = True
     return model, kind(optimizer, run, engine), PlannedLoader(data, run, physical_batch_size)
+
+
+def start_run(
+    optimizer: Optimizer,
+    params: dict[str, nn.Parameter],
+    data: Dataset[Any] | DataLoader[Any],
+    plan: Plan,
+    bound: float,
+    mechanism: str | Mechanism | None,
+    key: Key | str | Path | None,
+    seed: int | None,
+    ledger: str | Path | None,
+    generator: str,
+) -> Run:
+    """Noise and batches of one key, for data and an optimizer that were compared with the plan."""
+    refuse_other_data(plan, len(dataset_of(data)))
+    warn_about_optimizer(plan, optimizer)
+    rank, size = world()
+    chosen = select(plan, mechanism)
+    secret, book = _secrets(key, seed, ledger, rank)
+    noise = CorrelatedNoise(chosen, params, bound, key=secret, generator=generator, ledger=book)
+    batches = Batches(scheme_of(plan, chosen), plan.setup.examples, secret.derive("quell batches"))
+    return Run(plan, chosen, batches, noise, rank, size)
 
 
 def _engine(
