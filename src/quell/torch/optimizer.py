@@ -21,7 +21,7 @@ from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine import Engine
 from quell.torch.report import PrivacyReport, privacy_report
-from quell.torch.run import Run
+from quell.torch.run import Run, Unfinished
 from quell.torch.sharding import is_sharded, local
 
 
@@ -40,12 +40,10 @@ class PrivateOptimizer(Optimizer):
         self._max_grad_norm = engine.max_grad_norm
         self._trained = list(engine.params.values())
         self._sharded = any(is_sharded(parameter) for parameter in self._trained)
-        self._step_skip_queue: list[bool] = []
         self._used = False  # whether p.grad still holds the gradients of the last step
-        self._sums: list[Tensor] | None = None
-        self._pending_examples = 0
         self._first_rate = _rate(optimizer)
         self._schedule_checked = True
+        run.forget_gradients = engine.discard
 
     @property
     def param_groups(self) -> Any:
@@ -77,7 +75,7 @@ class PrivateOptimizer(Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Opacus's BatchMemoryManager says whether the next `step` only accumulates."""
-        self._step_skip_queue.append(do_skip)
+        self.run.unfinished.skips.append(do_skip)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise QuellError(f"parameters cannot join during a run: {_SAME_PARAMETERS}")
@@ -95,35 +93,40 @@ class PrivateOptimizer(Optimizer):
         return self.original_optimizer.step() if self.pre_step() else None
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Everything but the wrapped optimizer's own step; False where the batch is not complete yet."""
-        self._require_sound()
-        self.clip_and_accumulate()
-        if self._step_skip_queue and self._step_skip_queue.pop(0):
-            return False
-        examples, self._pending_examples = self._pending_examples, 0
-        if not self.run.settle(examples):
-            return False
-        self._warn_about_schedule()
-        self.add_noise()
-        self.scale_grad()
-        if self.step_hook is not None:
-            self.step_hook(self)
-        return True
+        """Everything but the wrapped optimizer's own step; False where the batch is not complete yet.
+
+        A step that is refused, or interrupted, leaves nothing behind: its batch has to come again, from its first part.
+        """
+        try:
+            self._require_sound()
+            self.clip_and_accumulate()
+            skips = self.run.unfinished.skips
+            if (skips and skips.pop(0)) or not self.run.settle():
+                return False
+            self._warn_about_schedule()
+            self.add_noise()
+            self.scale_grad()
+            if self.step_hook is not None:
+                self.step_hook(self)
+            return True
+        except BaseException:
+            self.run.restart_step()
+            raise
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped gradients that backward passes have left to the sums of this step."""
         examples, sums = self._engine.collect()
-        self._pending_examples += examples
-        if self._sums is None:
-            self._sums = sums
+        unfinished = self.run.unfinished
+        unfinished.examples += examples
+        if unfinished.sums is None:
+            unfinished.sums = sums
         else:
-            for total, more in zip(self._sums, sums, strict=True):
-                total += more
+            torch._foreach_add_(unfinished.sums, sums)
 
     def add_noise(self) -> None:
         """The step's one row of noise, added to the sums over all ranks."""
-        assert self._sums is not None
-        sums, self._sums = self._sums, None
+        sums, self.run.unfinished = self.run.unfinished.sums, Unfinished()
+        assert sums is not None
         if not self._sharded:
             sum_over_ranks(sums)
         self.run.noise.add_(sums)
@@ -137,7 +140,7 @@ class PrivateOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and the noise's. Sharded tensors are gathered: then call it on all ranks."""
-        if self._sums is not None:
+        if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
         saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
         noise = self.run.noise.state_dict()
@@ -157,12 +160,12 @@ class PrivateOptimizer(Optimizer):
             if own.get(what) != value:
                 raise QuellError(f"the state has {what} {own.get(what)}, this run has {value}: {_SAME_RUN}")
         self.run.noise.load_state_dict(own["noise"], replay=replay)
-        self.run.handed_out.clear()
         plain = {name: value for name, value in state_dict.items() if name != "quell"}
         self.original_optimizer.load_state_dict(plain)
         if self._sharded:
             _shard_state(self.original_optimizer)
-        self._sums, self._pending_examples, self._used = None, 0, False
+        self.run.restart_step()
+        self._used = False
 
     def close(self) -> None:
         """Let go of the ledger, so that another run of this process can go on with the key."""
