@@ -1,4 +1,4 @@
-"""Steps that are refused, interrupted, passed over or taken out of order: nothing but the due batch is ever released."""
+"""Steps that are refused, interrupted, passed over or out of order: nothing but the due batch is ever released."""
 
 from __future__ import annotations
 
