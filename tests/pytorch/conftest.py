@@ -22,7 +22,7 @@ MECHANISMS = {
 
 @cache
 def small_plan(recommended: str = "bisr", alone: bool = False, **changes) -> Plan:
-    options = {"examples": 40, "batch_size": 8, "epochs": 2, "epsilon": 8.0, "delta": 1e-5}
+    options = {"examples": 40, "batch_size": 8, "epochs": 2, "epsilon": 8.0, "delta": 1e-5, "sampling": "cyclic"}
     setup = Setup(**{**options, **changes})
     names = [recommended] if alone or setup.sampling != "cyclic" else list(MECHANISMS)
     problem = problem_of(setup)
@@ -33,7 +33,7 @@ def small_plan(recommended: str = "bisr", alone: bool = False, **changes) -> Pla
 def unpriced_poisson_plan() -> Plan:
     """A plan with batches that are sometimes empty. Its noise is not calibrated for them: it promises nothing."""
     plan = small_plan("identity", alone=True, examples=12, batch_size=1, epochs=2)
-    mechanism = replace(plan.mechanism, guarantee=replace(plan.mechanism.guarantee, sampling="poisson"))
+    mechanism = replace(plan.mechanism, claim=replace(plan.mechanism.guarantee, sampling="poisson"))
     return Plan(plan.setup, (mechanism,), 0)
 
 

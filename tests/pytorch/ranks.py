@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pytorch.conftest import small_plan, unpriced_poisson_plan
 from pytorch.forks import fork, wait_all
 from pytorch.training import examples
+from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch import hooks, make_private
 
@@ -90,6 +91,22 @@ def audited(folder: Path, name: str) -> None:
     torch.save(found, folder / f"audit {name} {dist.get_rank()}.pt")
 
 
+def disagreeing(folder: Path) -> None:
+    """Ranks that were given different arguments: each says so before anything is trained."""
+    rank = dist.get_rank()
+    said = []
+    for choice in ({"max_grad_norm": 1.0 + rank}, {"clipping": ("flat", "microbatch")[rank]}, {"plan": 8.0 + rank}):
+        options = {"max_grad_norm": 1.0, "clipping": "flat", **choice}
+        plan = small_plan("identity", alone=True, epsilon=options.pop("plan", 8.0))
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            make_private(model, optimizer, examples(), plan, **options)
+        except QuellError as error:
+            said.append(str(error))
+    torch.save(said, folder / f"disagreement {rank}.pt")
+
+
 def live(folder: Path, rank: int, world: int) -> None:
     """One rank: all scenarios, one after the other."""
     torch.set_num_threads(1)
@@ -124,6 +141,8 @@ def live(folder: Path, rank: int, world: int) -> None:
             if rank == 0:
                 torch.save(state, other)
         audited(folder, name)
+    if world == 2:
+        disagreeing(folder)
     dist.destroy_process_group()
 
 

@@ -135,7 +135,7 @@ def killed_and_resumed(folder, mechanism, clipping, kills):
     assert len(hashes) == 20
     assert all(len(found) == 1 for found in hashes.values()), "a row of noise was added to two different gradients"
     assert len(kills) == 1 or len(lines) > 20  # some steps did come again
-    plan, model, optimizer, loader = crash.build(Key.load(folder / "key"), mechanism, clipping)
+    plan, model, optimizer, loader = crash.build(Key(Key.load(folder / "key").reveal()), mechanism, clipping)
     crash.train(plan, model, optimizer, loader)
     final = torch.load(folder / "final.pt", weights_only=True)
     assert all(torch.equal(final[name], value) for name, value in model.state_dict().items())

@@ -51,6 +51,14 @@ def test_a_run_goes_on_in_a_larger_world(worlds):
         assert_equal(torch.load(worlds[1] / f"final {name} 2.pt"), torch.load(worlds[2] / f"resumed {name}.pt"))
 
 
+def test_ranks_with_different_arguments_refuse_to_start(worlds):
+    for rank in (0, 1):
+        said = torch.load(worlds[2] / f"disagreement {rank}.pt")
+        assert len(said) == 3
+        for message, name in zip(said, ("max_grad_norm", "clipping", "noise"), strict=True):
+            assert f"rank {1 - rank} has {name}" in message
+
+
 def audit_rows(groups):
     mechanism = small_plan("bsr", alone=True, momentum=0.9).mechanism
     return audit(

@@ -60,7 +60,7 @@ def test_a_loader_that_is_not_the_plans(clipping, plan):
     with pytest.raises(QuellError, match="without a batch of the plan"):
         one_step(model, optimizer, next(iter(own)))
     next(iter(loader))
-    with pytest.raises(QuellError, match=r"of 16 examples, but the plan's batch of step 0 has 8"):
+    with pytest.raises(QuellError, match=r"of 16 examples, but the batch of step 0 has 8"):
         one_step(model, optimizer, examples()[:16])
     assert optimizer.run.step == 0
 
@@ -68,23 +68,12 @@ def test_a_loader_that_is_not_the_plans(clipping, plan):
 @pytest.mark.parametrize("clipping", MODES)
 def test_two_batches_in_one_step(clipping, plan):
     model, optimizer, loader = private(plan, clipping)
-    batches = iter(loader)
+    x, y = next(iter(loader))
     optimizer.zero_grad()
     for _ in range(2):
-        x, y = next(batches)
         criterion(model(x), y).backward()
-    with pytest.raises(QuellError, match="of 16 examples"):
+    with pytest.raises(QuellError, match=r"of 16 examples.*torch\.no_grad.*physical_batch_size="):
         optimizer.step()
-
-
-def test_a_batch_that_is_skipped(plan):
-    model, optimizer, loader = private(plan)
-    batches = iter(loader)
-    one_step(model, optimizer, next(batches))
-    next(batches)  # "the loss looks wrong"
-    optimizer.run.handed_out.popleft()  # what a worker's prefetching loader would have moved past
-    with pytest.raises(QuellError, match="step 2, but step 1 is due"):
-        one_step(model, optimizer, next(batches))
 
 
 @pytest.mark.parametrize("clipping", MODES)
@@ -102,7 +91,7 @@ def test_gradients_that_were_not_zeroed(clipping, plan):
 def test_no_backward_pass(clipping, plan):
     model, optimizer, loader = private(plan, clipping)
     model(next(iter(loader))[0])
-    with pytest.raises(QuellError, match="of 0 examples"):
+    with pytest.raises(QuellError, match=r"of 0 examples.*model\.train\(\)"):
         optimizer.step()
 
 

@@ -32,8 +32,7 @@ def seeded(seed: int) -> Key:
 def without_noise(plan: Plan) -> Plan:
     """The same plan with a noise multiplier of practically zero."""
     rows = [
-        dataclasses.replace(m, guarantee=dataclasses.replace(m.guarantee, noise_multiplier=1e-30))
-        for m in plan.mechanisms
+        dataclasses.replace(m, claim=dataclasses.replace(m.guarantee, noise_multiplier=1e-30)) for m in plan.mechanisms
     ]
     return Plan(plan.setup, tuple(rows), plan.recommended)
 

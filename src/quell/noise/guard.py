@@ -23,8 +23,16 @@ class ReleaseGuard:
         self._claim = claims.register(key, shards)
         self._fresh = False  # whether the next step is known not to have been released before
 
+    @property
+    def released(self) -> int:
+        """How many steps count as released, without those that an open ledger has merely reserved."""
+        known = 0 if self.ledger is None else self.ledger.accounted(self._key.id)
+        return max(known, claims.released(self._key, self._claim))
+
     def before(self, step: int, until: int) -> None:
         """Note, before it happens, that the steps from `step` to below `until` are released, or refuse."""
+        if step >= self.released:
+            self._replay = False  # what was declared covers the steps that come again, not the new ones
         if not self._fresh:
             self._require_new(step, self._replay)
         elif not self._replay and step < claims.released_by_others(self._key, self._claim):

@@ -63,6 +63,10 @@ class Ledger:
         """How many steps of this key must count as released."""
         return self._bounds.get(key_id, 0)
 
+    def accounted(self, key_id: str) -> int:
+        """The same without what this process has only reserved."""
+        return self._exact.get(key_id, 0)
+
     def record(self, key_id: str, released: int) -> None:
         """Make sure, before they are released, that the first `released` steps of this key are on the disk."""
         self._require_open()
@@ -104,7 +108,10 @@ class Ledger:
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise QuellError(f"the ledger {self.path} is in use by another process: one run, one ledger") from None
+                raise QuellError(
+                    f"the ledger {self.path} is in use by another process, or by a run of this one that was not "
+                    "closed (optimizer.close()): one run, one ledger"
+                ) from None
 
     def _read(self) -> dict[str, int]:
         with os.fdopen(os.dup(self._handle), "rb") as file:

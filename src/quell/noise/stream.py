@@ -125,6 +125,11 @@ class NoiseStream:
         return self._guard.ledger
 
     @property
+    def released(self) -> int:
+        """How many steps of its elements count as released under its key, by this stream or before it."""
+        return self._guard.released
+
+    @property
     def steps(self) -> int:
         return self.spec.steps
 

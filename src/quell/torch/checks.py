@@ -6,19 +6,52 @@ What concerns privacy is an error. What concerns only how good the noise is for 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from quell.errors import QuellError
-
-if TYPE_CHECKING:
-    from quell.planning import Plan
+from quell.mechanism import Mechanism
+from quell.planning import Plan
 
 
 class PlanMismatchWarning(UserWarning):
-    """The optimizer is not the one that was planned for: the promise holds, the noise fits less well."""
+    """Something is not as planned, or not as asked: the promise holds, the result may be worse."""
+
+
+def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any) -> None:
+    """Say which argument is not what it should be, before anything is made of it."""
+    if isinstance(data, Plan):
+        raise QuellError("data and plan are swapped: make_private(model, optimizer, data, plan)")
+    if isinstance(plan, Mechanism):
+        raise QuellError("plan is a Mechanism: pass the plan itself, and mechanism= to choose one")
+    if not isinstance(plan, Plan):
+        raise QuellError(f"plan is a {type(plan).__name__}: pass what quell.plan(...) or quell.Plan.load(...) returned")
+    if isinstance(optimizer, LRScheduler):
+        raise QuellError("optimizer is a scheduler: pass its optimizer; schedulers work on what make_private returns")
+    if not isinstance(optimizer, Optimizer):
+        raise QuellError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim optimizer")
+    if isinstance(optimizer, LBFGS):
+        raise QuellError(
+            "LBFGS looks at a batch several times per step, and a plan has noise for once: use SGD or Adam"
+        )
+
+
+def warn_about_sampler(data: Any) -> None:
+    """The plan draws the batches: say so where the loader that was given has its own idea of them."""
+    if not isinstance(data, DataLoader):
+        return
+    plain = isinstance(data.sampler, (SequentialSampler, RandomSampler, DistributedSampler))
+    for own in [data.sampler] * (not plain) + [data.batch_sampler] * (type(data.batch_sampler) is not BatchSampler):
+        warnings.warn(
+            f"the loader's {type(own).__name__} is not used: who is in a batch is decided by the plan, whose promise "
+            "is about its own sampling",
+            PlanMismatchWarning,
+            stacklevel=4,
+        )
 
 
 def trainable_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

@@ -83,9 +83,24 @@ def require_clip_norm(max_grad_norm: float) -> float:
 
 
 def example_norms(gradients: Mapping[str, Tensor]) -> Tensor:
-    """(examples,) the float32 norm of each example's whole gradient."""
-    norms = [torch.linalg.vector_norm(_rows(g), dim=1, dtype=torch.float32) for g in gradients.values()]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    """(examples,) the norm of each example's whole gradient, in float32."""
+    norms = [row_norms(_rows(gradient)) for gradient in gradients.values()]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0).float()
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """(rows,) float64 norms: float32 within blocks, float64 over them.
+
+    On a CPU a float32 norm of ten million elements can come out a percent too small, because late squares are rounded
+    away against the sum of the early ones; clipping would then let a percent too much through.
+    """
+    whole = rows.shape[1] // _BLOCK * _BLOCK
+    blocks = rows[:, :whole].unflatten(1, (-1, _BLOCK)) if whole else rows.new_zeros(len(rows), 1, 1)
+    parts = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (blocks, rows[:, None, whole:])]
+    return torch.linalg.vector_norm(torch.cat(parts, dim=1), dim=1, dtype=torch.float64)
+
+
+_BLOCK = 1 << 14
 
 
 def add_weighted(total: Tensor, weights: Tensor, gradient: Tensor) -> None:

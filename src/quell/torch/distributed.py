@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quell.errors import QuellError
 from quell.noise import Key
 
 
@@ -30,6 +31,17 @@ def share_key(key: Key | None) -> Key:
             return Key(secret, _seeded=seeded)
     assert key is not None
     return key
+
+
+def require_agreement(settings: Mapping[str, Any]) -> None:
+    """Refuse, on every rank, to start a run whose settings are not the same everywhere."""
+    for rank, other in enumerate(gather(dict(settings))):
+        for name, value in settings.items():
+            if other[name] != value:
+                raise QuellError(
+                    f"rank {rank} has {name} {other[name]}, rank {world()[0]} has {value}: call make_private with the "
+                    "same arguments on every rank"
+                )
 
 
 def sum_over_ranks(tensors: Sequence[Tensor]) -> None:

@@ -138,7 +138,8 @@ def is_differentiable(value: Any) -> bool:
 def _refuse_late(given_up: list[bool]) -> None:
     if given_up:
         raise QuellError(
-            "the model was called twice before a backward pass: use one forward pass per loss, or clipping='flat'"
+            "the model was called twice before a backward pass: use one forward pass per loss (for accuracies, call it "
+            "under torch.no_grad()), or clipping='flat'"
         )
 
 

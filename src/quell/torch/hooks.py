@@ -46,9 +46,10 @@ class FlatEngine(Engine):
         self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
     ) -> None:
         super().__init__(params, max_grad_norm, loss_reduction)
+        self._model = model
         _silence_first_layers()
         # For a mean loss Opacus multiplies every layer's gradients by the batch size; `_scales` does it per example.
-        self._hooks = GradSampleHooks(model, loss_reduction="sum", strict=False)
+        self._hooks = _Gradients(model, loss_reduction="sum", strict=False)
 
     def flush(self) -> None:
         found: dict[str, Tensor] = {}
@@ -86,7 +87,7 @@ class FlatEngine(Engine):
         self._drop()
 
     def _drop(self) -> None:
-        for parameter in self.params.values():
+        for parameter in self._model.parameters():  # also those that the optimizer does not train
             parameter.grad_sample = None
             parameter.grad = None  # the sum without clipping, which autograd makes as well
 
@@ -196,11 +197,27 @@ class GhostEngine(DeferredEngine):
         self._hooks.forget_activations()
 
 
-class _Full32:
+class _InTrainMode:
+    """Opacus's hooks look away in eval mode, and stumble over the backward pass."""
+
+    def rearrange_grad_samples(self, *, module: nn.Module, backprops: Tensor, **options: Any) -> Any:
+        if not getattr(module, "activations", None):
+            raise QuellError(
+                f"a {type(module).__name__} layer has a backward pass but was not in train mode in the forward pass: "
+                "call model.train() before training"
+            )
+        return super().rearrange_grad_samples(module=module, backprops=backprops, **options)  # type: ignore[misc]
+
+
+class _Gradients(_InTrainMode, GradSampleHooks):
+    """Opacus's per-example gradients, kept on the parameters."""
+
+
+class _Full32(_InTrainMode):
     """Norms in bfloat16 are off by up to a percent, so there they are refused: the clip norm is a privacy bound."""
 
     def rearrange_grad_samples(self, *, module: nn.Module, backprops: Tensor, **options: Any) -> Any:
-        activations, backprops = super().rearrange_grad_samples(module=module, backprops=backprops, **options)  # type: ignore[misc]
+        activations, backprops = super().rearrange_grad_samples(module=module, backprops=backprops, **options)
         for tensor in (*activations, backprops):
             if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
                 raise QuellError(

@@ -6,7 +6,9 @@ rest of the epoch that the optimizer is in; a batch, or one rank's share of it, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -57,9 +59,10 @@ class PlannedLoader(DataLoader[Any]):
             kept["generator"] = torch.Generator()
             self._seeds = run.noise.key.derive("quell workers")
         collate = default_collate if given is None else given.collate_fn
+        self._planned = PlannedSampler(run, physical_batch_size)
         super().__init__(
             dataset,
-            batch_sampler=PlannedSampler(run, physical_batch_size),
+            batch_sampler=self._planned,
             collate_fn=CollateEmpty(collate, dataset),
             **kept,
         )
@@ -78,7 +81,14 @@ class PlannedLoader(DataLoader[Any]):
             step = self.run.step.to_bytes(8, "little")
             digest = blake2b(step, digest_size=8, key=self._seeds).digest()
             self.generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        return super().__iter__()
+        with self._planned.announcing() as planned:
+            return self._received(super().__iter__(), planned)
+
+    def _received(self, items: Iterator[Any], planned: deque[Portion]) -> Iterator[Any]:
+        """The items, each noted when the loop gets it: workers fetch ahead, and that is nobody's step."""
+        for item in items:
+            self.run.receive(planned.popleft())
+            yield item
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.run.step, **self.run.name()}
@@ -94,7 +104,11 @@ _SAME_RUN = "resume with the plan, data and key of that run"
 
 
 class PlannedSampler(Sampler[list[int]]):
-    """This rank's indices of each batch, in physical portions if asked; it notes what it hands out."""
+    """This rank's indices of each batch, in physical portions if asked.
+
+    Whoever starts it starts the due step anew. Under a loader that is not ours, such as the one that Opacus's
+    BatchMemoryManager makes, portions count as received when they are drawn; then workers cannot fetch ahead.
+    """
 
     def __init__(self, run: Run, physical_batch_size: int | None) -> None:
         self.run = run
@@ -103,19 +117,32 @@ class PlannedSampler(Sampler[list[int]]):
         )
         self._stream: Iterator[Any] = iter(())
         self._stream_step = -1  # the step whose batch `_stream` gives next
+        self._announced: deque[Portion] | None = None
+
+    @contextmanager
+    def announcing(self) -> Iterator[deque[Portion]]:
+        """What an iteration that is started meanwhile draws, for a loader that notes by itself what is received."""
+        self._announced = deque()
+        try:
+            yield self._announced
+        finally:
+            self._announced = None
 
     def __len__(self) -> int:
         """Items per epoch; with a physical batch size, about so many."""
         return self.run.plan.setup.steps_per_epoch * self._portions(round(self.run.expected_batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.run.restart_step()
+        return self._draw(self.run.receive if self._announced is None else self._announced.append)
+
+    def _draw(self, note: Callable[[Portion], None]) -> Iterator[list[int]]:
         run = self.run
-        run.handed_out.clear()
         for step in range(run.step, run.epoch_end):
             batch = self._batch(step)
             portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
-            for number, portion in enumerate(portions, start=1):
-                run.handed_out.append(Portion(step, len(portion), last=number == len(portions)))
+            for number, portion in enumerate(portions):
+                note(Portion(step, number, len(portions), len(portion)))
                 yield portion.tolist()
 
     def _portions(self, batch_size: int) -> int:

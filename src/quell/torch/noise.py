@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, NoiseSpec, NoiseStream
+from quell.sampling import Batches
 from quell.torch.clipping import require_clip_norm
 from quell.torch.sharding import local, shard_of
 
@@ -57,12 +58,18 @@ class CorrelatedNoise:
     ) -> None:
         if key is not None and seed is not None:
             raise QuellError("pass a key or a seed, not both")
+        chosen = select(plan, mechanism)
+        self._source = plan, chosen
         self.max_grad_norm = max_grad_norm if isinstance(plan, NoiseSpec) else _clip_norm(max_grad_norm)
         self.key = key or (Key.generate() if seed is None else Key.from_seed(seed))
         self._names = tuple(params) if isinstance(params, Mapping) else None
         tensors = tuple(params.values()) if isinstance(params, Mapping) else tuple(params)
+        self._parameters = [
+            (number if self._names is None else self._names[number], tuple(tensor.shape))
+            for number, tensor in enumerate(tensors)
+        ]
         self._stream = NoiseStream(
-            select(plan, mechanism),
+            chosen,
             shards=[shard_of(number, tensor) for number, tensor in enumerate(tensors)],
             key=self.key,
             max_grad_norm=self.max_grad_norm,
@@ -80,6 +87,23 @@ class CorrelatedNoise:
     def steps(self) -> int:
         """How many steps the plan covers."""
         return self._stream.steps
+
+    @property
+    def released(self) -> int:
+        """How many steps count as released under this key, by this run or an earlier one that the ledger knows."""
+        return min(self._stream.released, self.steps)
+
+    def batches(self, examples: int) -> Batches:
+        """The batches that the plan's promise is about, drawn from this noise's key, for a data set of that size."""
+        from quell.torch.run import scheme_of  # needs the accountants
+
+        plan: Any
+        plan, chosen = self._source
+        if not hasattr(plan, "mechanisms"):
+            raise QuellError("batches are the plan's: make the noise from a Plan, not from a mechanism or a NoiseSpec")
+        if examples != plan.setup.examples:
+            raise QuellError(f"the data has {examples:,} examples, but the plan is for {plan.setup.examples:,}")
+        return Batches(scheme_of(plan, chosen), examples, self.key.derive("quell batches"))
 
     @property
     def scale(self) -> float:
@@ -104,6 +128,15 @@ class CorrelatedNoise:
         states = [state] if isinstance(state, Mapping) else list(state)
         self._stream.reshard(self._stream.shards, states, replay=replay)
 
+    def settings(self) -> dict[str, Any]:
+        """What ranks that make this noise together must agree on."""
+        return {
+            "max_grad_norm": self.max_grad_norm,
+            "noise": self._stream.spec.fingerprint,
+            "generator": self._stream.generator,
+            "parameters": self._parameters,
+        }
+
     def close(self) -> None:
         """Let go of the ledger; no more steps are released."""
         if self._stream.ledger is not None:
@@ -123,15 +156,24 @@ class CorrelatedNoise:
 
 
 def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
-    """The plan's recommended mechanism, its best of another family, or the mechanism that was given."""
+    """The plan's recommended mechanism, its best of another family, or the mechanism that was given.
+
+    Refused: noise that is only estimated, and a promise that is looser than the plan's.
+    """
     offered: Sequence[Any] = getattr(plan, "mechanisms", ())
     if mechanism is None:
-        return getattr(plan, "mechanism", plan)
+        return _certified(getattr(plan, "mechanism", plan))
     if not isinstance(mechanism, str):
         if offered and mechanism.strategy.steps != plan.steps:
             raise QuellError(
                 f"the mechanism was made for {mechanism.strategy.steps:,} steps and the plan has {plan.steps:,}: "
                 "price it with plan.problem.price(...)"
+            )
+        promised = _certified(mechanism).guarantee
+        if offered and (promised.epsilon > plan.setup.epsilon * (1 + 1e-9) or promised.delta > plan.setup.delta):
+            raise QuellError(
+                f"the mechanism promises ({promised.epsilon:g}, {promised.delta:g})-DP, less than the plan's "
+                f"({plan.setup.epsilon:g}, {plan.setup.delta:g}): price it with plan.problem.price(...)"
             )
         return mechanism
     for row in offered:
@@ -139,6 +181,12 @@ def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
             return row
     names = ", ".join(row.name for row in offered) or "none"
     raise QuellError(f"the plan has no mechanism {mechanism!r}: it has {names}; or price one with plan.problem.price")
+
+
+def _certified(chosen: Any) -> Any:
+    if hasattr(chosen, "claim"):
+        chosen.guarantee  # noqa: B018 - refuses an estimate
+    return chosen
 
 
 def _clip_norm(max_grad_norm: float | None) -> float:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -17,12 +19,14 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
+from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
-from quell.torch.distributed import gather, sum_over_ranks
+from quell.torch.clipping import row_norms
+from quell.torch.distributed import gather, sum_over_ranks, world
 from quell.torch.engine import Engine
 from quell.torch.report import PrivacyReport, privacy_report
-from quell.torch.run import Run
-from quell.torch.sharding import is_sharded, local
+from quell.torch.run import Run, Unfinished
+from quell.torch.sharding import copies, is_sharded, local
 
 
 class PrivateOptimizer(Optimizer):
@@ -40,12 +44,15 @@ class PrivateOptimizer(Optimizer):
         self._max_grad_norm = engine.max_grad_norm
         self._trained = list(engine.params.values())
         self._sharded = any(is_sharded(parameter) for parameter in self._trained)
-        self._step_skip_queue: list[bool] = []
         self._used = False  # whether p.grad still holds the gradients of the last step
-        self._sums: list[Tensor] | None = None
-        self._pending_examples = 0
         self._first_rate = _rate(optimizer)
         self._schedule_checked = True
+        self._noised = False  # whether p.grad is a step's noisy gradient that the wrapped optimizer has not used yet
+        self._to_replay: _Saved | None = None
+        run.forget_gradients = engine.discard
+        for hooks in _HOOKS:  # hooks registered here run when the wrapped optimizer steps, saves and loads
+            setattr(self, hooks, getattr(optimizer, hooks))
+        optimizer.register_step_pre_hook(self._require_noise)
 
     @property
     def param_groups(self) -> Any:
@@ -77,7 +84,7 @@ class PrivateOptimizer(Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Opacus's BatchMemoryManager says whether the next `step` only accumulates."""
-        self._step_skip_queue.append(do_skip)
+        self.run.unfinished.skips.append(do_skip)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise QuellError(f"parameters cannot join during a run: {_SAME_PARAMETERS}")
@@ -86,44 +93,56 @@ class PrivateOptimizer(Optimizer):
         """Forget gradients; clipped sums of a batch that is still being accumulated are kept."""
         self._engine.discard()
         self.original_optimizer.zero_grad(set_to_none=True)
-        self._used = False
+        self._used = self._noised = False
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                closure()
-        return self.original_optimizer.step() if self.pre_step() else None
+                loss = closure()
+        if self.pre_step():
+            self.original_optimizer.step()
+        return loss
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Everything but the wrapped optimizer's own step; False where the batch is not complete yet."""
-        self._require_sound()
-        self.clip_and_accumulate()
-        if self._step_skip_queue and self._step_skip_queue.pop(0):
-            return False
-        examples, self._pending_examples = self._pending_examples, 0
-        if not self.run.settle(examples):
-            return False
-        self._warn_about_schedule()
-        self.add_noise()
-        self.scale_grad()
-        if self.step_hook is not None:
-            self.step_hook(self)
-        return True
+        """Everything but the wrapped optimizer's own step; False where the batch is not complete yet.
+
+        A step that is refused, or interrupted, leaves nothing behind: its batch has to come again, from its first part.
+        """
+        try:
+            self._require_sound()
+            self.clip_and_accumulate()
+            skips = self.run.unfinished.skips
+            if (skips and skips.pop(0)) or not self.run.settle():
+                return False
+            self._warn_about_schedule()
+            self.add_noise()
+            self.scale_grad()
+            if self.step_hook is not None:
+                self.step_hook(self)
+            self._noised = True
+            return True
+        except BaseException:
+            self._noised = False
+            self.run.restart_step()
+            raise
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped gradients that backward passes have left to the sums of this step."""
         examples, sums = self._engine.collect()
-        self._pending_examples += examples
-        if self._sums is None:
-            self._sums = sums
+        unfinished = self.run.unfinished
+        unfinished.examples += examples
+        if unfinished.sums is None:
+            unfinished.sums = sums
         else:
-            for total, more in zip(self._sums, sums, strict=True):
-                total += more
+            torch._foreach_add_(unfinished.sums, sums)
 
     def add_noise(self) -> None:
         """The step's one row of noise, added to the sums over all ranks."""
-        assert self._sums is not None
-        sums, self._sums = self._sums, None
+        unfinished, self.run.unfinished = self.run.unfinished, Unfinished()
+        sums = unfinished.sums
+        assert sums is not None
+        self._require_clipped(sums, unfinished.settled)
         if not self._sharded:
             sum_over_ranks(sums)
         self.run.noise.add_(sums)
@@ -137,18 +156,20 @@ class PrivateOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and the noise's. Sharded tensors are gathered: then call it on all ranks."""
-        if self._sums is not None:
+        if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
         saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
+        own = {"weights": self._weights(), "random": _random_state(self._trained[0].device)}
         noise = self.run.noise.state_dict()
         states = gather(noise) if self._sharded and noise["buffers"] is not None else [noise]
-        return {**saved, "quell": {"noise": states, **self.run.name()}}
+        return {**saved, "quell": {"noise": states, **own, **self.run.name()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, replay: bool = False) -> None:
         """Go on from a checkpoint of the same plan, data and key, at any world size.
 
         After a crash the checkpoint is older than the steps that were released. `replay=True` declares that they will
-        see the same gradients again: the batches do come again; weights and random numbers are yours to restore.
+        see the same gradients again: batches come again, and so do torch's random numbers in a run of one process;
+        the model's state is yours to load, before the next step, which checks that it was.
         """
         if "quell" not in state_dict:
             raise QuellError("this is not the state of a private optimizer: pass what its state_dict() returned")
@@ -157,12 +178,16 @@ class PrivateOptimizer(Optimizer):
             if own.get(what) != value:
                 raise QuellError(f"the state has {what} {own.get(what)}, this run has {value}: {_SAME_RUN}")
         self.run.noise.load_state_dict(own["noise"], replay=replay)
-        self.run.handed_out.clear()
+        self._to_replay = None
+        if replay and self.run.noise.released > self.run.step:
+            self._to_replay = _Saved(own["weights"], [_options(group) for group in state_dict["param_groups"]])
+            _set_random_state(own["random"], self._trained[0].device)
         plain = {name: value for name, value in state_dict.items() if name != "quell"}
         self.original_optimizer.load_state_dict(plain)
         if self._sharded:
             _shard_state(self.original_optimizer)
-        self._sums, self._pending_examples, self._used = None, 0, False
+        self.run.restart_step()
+        self._used = self._noised = False
 
     def close(self) -> None:
         """Let go of the ledger, so that another run of this process can go on with the key."""
@@ -174,6 +199,73 @@ class PrivateOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"<private {self.original_optimizer!r}, step {self.run.step:,} of {self.run.noise.steps:,}>"
+
+    __reduce_ex__ = never_copied("a private optimizer is never pickled or copied: save optimizer.state_dict()")
+
+    def _require_noise(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Runs before every step of the wrapped optimizer: it may use a noisy gradient, once."""
+        if not self._noised:
+            raise QuellError(
+                "this optimizer was made private, and its own step has no noise: call step() of the one that "
+                "make_private returned"
+            )
+        self._noised = False
+        self._require_no_other_gradients()
+
+    def _require_no_other_gradients(self) -> None:
+        trained = {id(parameter) for parameter in self._trained}
+        for group in self.param_groups:
+            if any(id(p) not in trained and p.grad is not None for p in group["params"]):
+                raise QuellError(
+                    f"a parameter that was frozen when make_private was called has a gradient, without clipping and "
+                    f"noise: {_SAME_PARAMETERS}"
+                )
+
+    def _require_clipped(self, sums: list[Tensor], examples: int) -> None:
+        """So many clipped gradients cannot add up to more, whatever went wrong in computing them."""
+        size = world()[1] if self._sharded else 1
+        norms = [row_norms(total.reshape(1, -1)) for total in sums]
+        squares = [norm.square() / copies(p, size) for norm, p in zip(norms, self._trained, strict=True)]
+        both = torch.stack([torch.cat(squares).sum(), torch.tensor(float(examples)).to(squares[0])])
+        if self._sharded:
+            sum_over_ranks([both])
+        square, count = both.tolist()
+        if not square <= (count * self._max_grad_norm * (1 + 1e-3)) ** 2:
+            raise QuellError(
+                f"the sum has norm {square**0.5:.4g}, more than {count:,.0f} gradients clipped to "
+                f"{self._max_grad_norm:g} can have: a parameter is used where clipping cannot see it; use another "
+                "clipping="
+            )
+
+    def _require_same_start(self) -> None:
+        """Before the first step that comes again: are weights and options those of the checkpoint?"""
+        saved, self._to_replay = self._to_replay, None
+        if saved is None:
+            return
+        wrong = []
+        if self._weights() != saved.weights:
+            wrong.append("the weights are not those of the checkpoint: load the model's state of the same checkpoint")
+        for number, (before, group) in enumerate(zip(saved.groups, self.param_groups, strict=True)):
+            now = _options(group)
+            wrong += [
+                f"{name} of parameter group {number} was {value} and is {now.get(name)}: set it back, or load the "
+                "scheduler's state"
+                for name, value in before.items()
+                if now.get(name) != value
+            ]
+        if wrong:
+            self._to_replay = saved
+            raise QuellError(
+                f"released steps would come again with other gradients, under the same noise: {'; '.join(wrong)}"
+            )
+
+    def _weights(self) -> str:
+        """A digest of the trained weights, whole, whatever the number of ranks."""
+        digest = blake2b(digest_size=16)
+        for parameter in self._trained:
+            flat = _whole(parameter.detach()).cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def _require_sound(self) -> None:
         self.run.require_steps_left()
@@ -189,6 +281,8 @@ class PrivateOptimizer(Optimizer):
         now = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if len(now) != len(self._trained) or any(a is not b for a, b in zip(now, self._trained, strict=True)):
             raise QuellError(f"the trainable parameters are not those of make_private any more: {_SAME_PARAMETERS}")
+        self._require_no_other_gradients()
+        self._require_same_start()
 
     def _warn_about_schedule(self) -> None:
         if self._schedule_checked and self.run.step:
@@ -198,12 +292,51 @@ class PrivateOptimizer(Optimizer):
                 self._schedule_checked = False
 
 
-_SAME_RUN = "resume with the plan, data and key of that run"
+@dataclass(frozen=True)
+class _Saved:
+    """Where a replay starts."""
+
+    weights: str
+    groups: list[dict[str, Any]]
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_SAME_RUN = (
+    'resume with the plan, data and key of that run (make_private(..., key="run.key") keeps the key in a file, from '
+    "the first run on)"
+)
 _SAME_PARAMETERS = "freeze, unfreeze and add layers before calling it"
 
 
 def _rate(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else 1.0
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and switches of a parameter group, as plain values."""
+    plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
+    return {name: value for name, value in plain.items() if name != "params"}
+
+
+def _random_state(device: torch.device) -> list[Tensor] | None:
+    """torch's random numbers from here on; ranks have their own, and a checkpoint is often one rank's."""
+    if world()[1] > 1:
+        return None
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def _set_random_state(states: list[Tensor] | None, device: torch.device) -> None:
+    if states is not None and world()[1] == 1:
+        torch.set_rng_state(states[0].cpu())
+        if device.type == "cuda" and len(states) > 1:
+            torch.cuda.set_rng_state(states[1].cpu(), device)
 
 
 def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:

@@ -11,11 +11,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from quell.errors import QuellError
-from quell.noise import Key
+from quell.noise import Key, Ledger
 from quell.sampling import Batches
-from quell.torch.checks import refuse_batch_norm, refuse_other_data, trainable_parameters, warn_about_optimizer
+from quell.torch.checks import (
+    refuse_batch_norm,
+    refuse_other_data,
+    refuse_wrong_arguments,
+    trainable_parameters,
+    warn_about_optimizer,
+    warn_about_sampler,
+)
 from quell.torch.clipping import require_clip_norm
-from quell.torch.distributed import copy_from_first_rank, share_key, world
+from quell.torch.distributed import copy_from_first_rank, require_agreement, share_key, world
 from quell.torch.engine import Engine
 from quell.torch.loader import PlannedLoader, dataset_of
 from quell.torch.microbatch import MicrobatchEngine
@@ -52,7 +59,11 @@ def make_private(
 
     `clipping`: "flat" keeps every example's gradient (Opacus's hooks), "ghost" only their norms, "microbatch" works by
     torch.func in portions of `micro_batch` examples. `loss_reduction` is how your loss treats a batch: "mean" or
-    "sum". `physical_batch_size` splits batches that do not fit into memory; call `optimizer.step()` for each part.
+    "sum". A mean must divide by the number of examples; with class weights, `ignore_index`, or a mean over tokens it
+    divides by something that depends on the other examples, which breaks the promise unnoticed: there sum the examples'
+    own losses and pass "sum".
+
+    `physical_batch_size` splits batches that do not fit into memory; call `optimizer.step()` for each part.
 
     `key` is a `Key`, or a path: the file is made, readable by its owner only, or read if it exists, with a ledger
     beside it (`ledger`) that remembers across crashes which steps were released. Without it a key is drawn, not kept.
@@ -76,19 +87,30 @@ def make_private(
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
+    refuse_wrong_arguments(optimizer, data, plan)
     if isinstance(model, DistributedDataParallel):
         model = model.module  # gradients are added up after clipping, by the optimizer
     if isinstance(optimizer, PrivateOptimizer) or getattr(model, "_quell_private", False):
-        raise QuellError("model and optimizer are private already: make new ones for a new run")
+        raise QuellError(
+            "model and optimizer are private already: make new ones for a new run, and close the previous optimizer: "
+            "optimizer.close()"
+        )
     params = trainable_parameters(model, optimizer)
     refuse_batch_norm(model)
     run = start_run(optimizer, params, data, plan, bound, mechanism, key, seed, ledger, generator)
-    sharded = any(is_sharded(parameter) for parameter in params.values())
-    if not sharded:
-        copy_from_first_rank([*model.parameters(), *model.buffers()])
-    engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+    try:
+        require_agreement({**run.settings(), "clipping": clipping, "loss_reduction": loss_reduction})
+        require_agreement({"physical_batch_size": physical_batch_size})
+        loader = PlannedLoader(data, run, physical_batch_size)
+        sharded = any(is_sharded(parameter) for parameter in params.values())
+        if not sharded:
+            copy_from_first_rank([*model.parameters(), *model.buffers()])
+        engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+    except BaseException:
+        run.noise.close()  # so that the key can be used by the next attempt
+        raise
     model._quell_private = True
-    return model, kind(optimizer, run, engine), PlannedLoader(data, run, physical_batch_size)
+    return model, kind(optimizer, run, engine), loader
 
 
 def start_run(
@@ -106,11 +128,13 @@ def start_run(
     """Noise and batches of one key, for data and an optimizer that were compared with the plan."""
     refuse_other_data(plan, len(dataset_of(data)))
     warn_about_optimizer(plan, optimizer)
+    warn_about_sampler(data)
     rank, size = world()
     chosen = select(plan, mechanism)
+    scheme = scheme_of(plan, chosen)
     secret, book = _secrets(key, seed, ledger, rank)
+    batches = Batches(scheme, plan.setup.examples, secret.derive("quell batches"))
     noise = CorrelatedNoise(chosen, params, bound, key=secret, generator=generator, ledger=book)
-    batches = Batches(scheme_of(plan, chosen), plan.setup.examples, secret.derive("quell batches"))
     return Run(plan, chosen, batches, noise, rank, size)
 
 
@@ -149,9 +173,13 @@ def _secrets(
         path = Path(key)
         if ledger is None:
             ledger = path.with_name(path.name + ".ledger")
-        if path.exists():
-            key = Key.load(path)
-        else:
-            key = Key.generate()
-            key.save(path)
+        if not path.exists():
+            Ledger(ledger).close()  # before the key, which is not to be used without it
+            Key.generate().save(path)
+        elif not Path(ledger).exists():
+            raise QuellError(
+                f"the key {path} is there, but not its ledger {ledger}, which knows the steps it has released: restore "
+                "the ledger, or move the key away to start a new run with a new key"
+            )
+        key = Key.load(path)
     return share_key(key or Key.generate()), None if ledger is None else Path(ledger)

@@ -102,20 +102,20 @@ def privacy_report(run: Run) -> PrivacyReport:
 
 
 def _spent(run: Run) -> tuple[float, str]:
-    """ε of the steps done at the plan's δ.
+    """ε of the steps released at the plan's δ, also of those after the one that a checkpoint went back to.
 
     The first t rows of C·G + Z are a mechanism of their own, with the leading block of C. For fixed batches and
     Toeplitz strategies that block is priced anew; otherwise the whole run's ε is an upper bound.
     """
     whole: Guarantee = run.mechanism.guarantee
-    strategy, t = run.mechanism.strategy, run.step
+    strategy, t = run.mechanism.strategy, max(run.step, run.noise.released)
     if t == 0:
         return 0.0, "nothing was released"
     if t < run.noise.steps and isinstance(run.batches.scheme, Cyclic) and isinstance(strategy, ToeplitzStrategy):
         separation = min(run.batches.scheme.separation, t)
         prefix = privacy.epsilon(leading_block(strategy, t), Cyclic(t, separation), whole.noise_multiplier, whole.delta)
         if prefix.epsilon < whole.epsilon:
-            return prefix.epsilon, "certified for these steps"
+            return prefix.epsilon, "certified for these steps" if t == run.step else f"of the {t:,} steps released"
     return whole.epsilon, "the whole run's, an upper bound" if t < run.noise.steps else "the whole run's"
 
 

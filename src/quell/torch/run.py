@@ -1,14 +1,17 @@
 """What loader and optimizer share: the plan, the noise, and which batch is due.
 
-The optimizer's noise counts the steps; the loader hands out the batch of that step and notes what it handed out, so
-that a step can be refused when its gradients come from anything else.
+The optimizer's noise counts the steps. The loader notes every batch that the loop receives, so that a step can be
+refused when its gradients come from anything else, or when a batch was passed over. What a step has gathered before its
+noise is added lies in one place, `Run.unfinished`, and is dropped as a whole: half of it must never be released.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from quell.errors import QuellError
 from quell.privacy import certify
@@ -22,11 +25,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Portion:
-    """What one item of the loader holds: so many of this rank's examples of a step; `last` closes the step."""
+    """What one item of the loader holds: so many of this rank's examples of a step, its part `number` of `parts`."""
 
     step: int
+    number: int
+    parts: int
     examples: int
-    last: bool
+
+    @property
+    def last(self) -> bool:
+        return self.number == self.parts - 1
+
+
+@dataclass(eq=False)
+class Unfinished:
+    """What the due step has gathered so far, and none of which is released yet."""
+
+    received: Portion | None = None  # the loop has it, and has not stepped on it
+    parts: int = 0  # how many portions were stepped on
+    settled: int = 0  # how many examples those had
+    examples: int = 0  # clipped since the last of those
+    sums: list[Tensor] | None = None  # of clipped gradients, over all portions
+    skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
 
 
 @dataclass(eq=False)
@@ -39,7 +59,8 @@ class Run:
     noise: CorrelatedNoise
     rank: int
     world: int
-    handed_out: deque[Portion] = field(default_factory=deque)
+    unfinished: Unfinished = field(default_factory=Unfinished)
+    forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
 
     @property
     def step(self) -> int:
@@ -64,31 +85,78 @@ class Run:
                 "plan for a longer run"
             )
 
-    def settle(self, examples: int) -> bool:
+    def restart_step(self) -> None:
+        """Drop everything that the due step has gathered; its batch comes again, from its first part."""
+        self.unfinished = Unfinished()
+        self.forget_gradients()
+
+    def receive(self, portion: Portion) -> None:
+        """Note that the loop has this portion now; refused where one before it was passed over."""
+        waiting = self.unfinished.received
+        if waiting is not None and waiting != portion:  # the same one again is only another look at it
+            self.restart_step()
+            raise QuellError(
+                f"{_named(portion)} was asked for before optimizer.step() was called for {_named(waiting)}: take one "
+                "step for every batch, in order, also when the loss looks wrong; list(loader), prefetching and "
+                f"accumulating over batches break this. {_SMALLER_PARTS}"
+            )
+        if (portion.step, portion.number) != (self.step, self.unfinished.parts):
+            due = f"part {self.unfinished.parts + 1} of step {self.step:,}"
+            self.restart_step()
+            raise QuellError(
+                f"{_named(portion)} comes from the loader, but {due} is due: start the loader again (`for ... in "
+                "loader`), which then goes on with the step that is due"
+            )
+        self.unfinished.received = portion
+
+    def settle(self) -> bool:
         """Check that a step's gradients are those of the batch that is due; whether this closes the step."""
-        if not self.handed_out:
+        due, examples = self.unfinished.received, self.unfinished.examples
+        if due is None:
             raise QuellError(
                 "optimizer.step() was called without a batch of the plan: iterate over the loader that make_private "
                 "returned, and take one step per batch"
             )
-        due = self.handed_out[0]
-        if due.step != self.step:
-            raise QuellError(
-                f"the batch is that of step {due.step:,}, but step {self.step:,} is due: call optimizer.step() once "
-                "for every batch of the loader, also when the loss looks wrong"
-            )
         if examples != due.examples:
-            raise QuellError(
-                f"the gradients are those of {examples:,} examples, but the plan's batch of step {due.step:,} has "
-                f"{due.examples:,}: train on the loader that make_private returned, one step per batch, with the model "
-                "in train mode and no forward pass without a backward pass outside torch.no_grad()"
-            )
-        self.handed_out.popleft()
+            raise QuellError(_other_examples(examples, due))
+        self.unfinished.received, self.unfinished.examples = None, 0
+        self.unfinished.parts += 1
+        self.unfinished.settled += due.examples
         return due.last
+
+    def settings(self) -> dict[str, Any]:
+        """What all ranks must have in common."""
+        return {**self.name(), "steps": self.noise.steps, **self.noise.settings()}
 
     def name(self) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that loads it."""
         return {"scheme": repr(self.batches.scheme), "examples": self.batches.examples, "key_id": self.noise.key.id}
+
+
+def _named(portion: Portion) -> str:
+    part = "" if portion.parts == 1 else f", part {portion.number + 1} of {portion.parts}"
+    return f"the batch of step {portion.step:,}{part}"
+
+
+def _other_examples(examples: int, due: Portion) -> str:
+    found = f"the gradients are those of {examples:,} examples, but {_named(due)} has {due.examples:,}: "
+    if not examples:
+        return found + (
+            "call model.train() (in eval mode gradients are not clipped, so they do not count), compute the loss from "
+            "this model's output, and call backward() once before optimizer.step()"
+        )
+    if examples > due.examples:
+        found += (
+            "a forward and backward pass too many since the last step; compute accuracies under torch.no_grad() or in "
+            f"model.eval(). {_SMALLER_PARTS} "
+        )
+    return found + "Train on the loader that make_private returned, one step per batch, with every row of it"
+
+
+_SMALLER_PARTS = (
+    "A batch is one step's: for batches too large for the memory pass physical_batch_size= to make_private instead of "
+    "accumulating over batches."
+)
 
 
 def scheme_of(plan: Plan, mechanism: Mechanism) -> Scheme:

@@ -26,6 +26,14 @@ def local(tensor: Tensor) -> Tensor:
     return held
 
 
+def copies(tensor: Any, world: int) -> int:
+    """On how many ranks each element lies."""
+    if not is_sharded(tensor):
+        return world
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
+
+
 def shard_of(number: int, tensor: Any) -> Shard:
     """Where this rank's part of parameter `number` lies, its elements counted in C order over the whole tensor.
 
