@@ -11,7 +11,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from quell import cli
+from quell import cli, privacy
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
 
@@ -193,3 +193,18 @@ def test_the_readmes_rooms_are_reachable():
     code = "import quell; print(len(quell.strategy.FAMILIES), quell.workload.prefix(3).steps)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == [str(len(FAMILIES)), "3"]
+
+
+def test_compare_splits_the_failure_probability_between_its_rows(monkeypatch):
+    """A reader picks the best row, so each certificate by draws must know how many there are."""
+    asked = []
+    certify = privacy.calibrate
+
+    def calibrate(strategy, scheme, epsilon, delta, comparisons=1):
+        asked.append(comparisons)
+        return certify(strategy, scheme, epsilon, delta, comparisons)
+
+    monkeypatch.setattr(privacy, "calibrate", calibrate)
+    run = ["--steps", "40", "--epochs", "4", "--epsilon", "4", "--delta", "1e-5", "--sampling", "balls_in_bins"]
+    quell("compare", "bisr", "--bands", "2,3,4", *run)
+    assert asked == [3, 3, 3]

@@ -298,19 +298,21 @@ def compare(
     problem = _problem(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
     given = {"bands": bands, "lambda": lambda_, "gamma": gamma, "buffers": buffers}
     values = {name: _sweep(name, text) for name, text in given.items() if text is not None}
-    swept = [name for name, options in values.items() if len(options) > 1]
+    swept = [name for name, several in values.items() if len(several) > 1]
     if len(swept) != 1:
         raise QuellError("compare sweeps exactly one parameter: give several values to one, for example --bands 2,4,8")
-    fixed: dict[str, Parameter] = {name: options[0] for name, options in values.items() if name != swept[0]}
+    fixed: dict[str, Parameter] = {name: single[0] for name, single in values.items() if name != swept[0]}
     if column_normalise is not None:
         fixed["column_normalise"] = column_normalise
     if objective is not None:
         fixed["objective"] = objective
     priced: list[Mechanism] = []
+    options = values[swept[0]]
     with _progress() as advance:
-        for done, value in enumerate(values[swept[0]]):
-            advance(done, len(values[swept[0]]), f"{swept[0]}={value:g}")
-            priced.append(problem.price(mechanism, **{**fixed, swept[0]: value}))
+        for done, value in enumerate(options):
+            advance(done, len(options), f"{swept[0]}={value:g}")
+            # A reader takes the best row, so certificates by draws share their failure probability.
+            priced.append(problem.price(mechanism, comparisons=len(options), **{**fixed, swept[0]: value}))
     if plot is not None:
         report.plot_sweep(problem, swept[0], priced, plot)
     rows = [problem.row(row) for row in priced]

@@ -112,15 +112,16 @@ class Problem:
                 f"give a separation of at most {self.workload.steps // self.epochs}"
             )
 
-    def price(self, name: str, **parameters: Parameter) -> Mechanism:
-        """Build, calibrate and evaluate one mechanism.
+    def price(self, name: str, *, comparisons: int = 1, **parameters: Parameter) -> Mechanism:
+        """Build, calibrate and evaluate one mechanism; `comparisons` as in `priced`.
 
         >>> from quell import workload
         >>> problem = Problem(workload.prefix(3900), Cyclic.from_epochs(3900, 10), 10, epsilon=8, delta=1e-5)
         >>> round(problem.price("bisr", bands=16).rmse, 2)
         17.94
         """
-        return self.priced(build(name, self.workload, self.cycle.participation, None, **parameters))
+        strategy = build(name, self.workload, self.cycle.participation, None, **parameters)
+        return self.priced(strategy, comparisons=comparisons)
 
     def priced(self, strategy: Strategy, sampling: str | None = None, comparisons: int = 1) -> Mechanism:
         """A strategy with the least noise that keeps the promise under a scheme (the best allowed by default).

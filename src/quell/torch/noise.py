@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, NoiseSpec, NoiseStream
+from quell.torch.checks import refuse_user_level
 from quell.torch.clipping import require_clip_norm
 from quell.torch.sharding import local, shard_of
 
@@ -57,6 +58,7 @@ class CorrelatedNoise:
     ) -> None:
         if key is not None and seed is not None:
             raise QuellError("pass a key or a seed, not both")
+        refuse_user_level(plan)
         self.max_grad_norm = max_grad_norm if isinstance(plan, NoiseSpec) else _clip_norm(max_grad_norm)
         self.key = key or (Key.generate() if seed is None else Key.from_seed(seed))
         self._names = tuple(params) if isinstance(params, Mapping) else None

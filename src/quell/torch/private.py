@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.sampling import Batches
-from quell.torch.checks import refuse_batch_norm, refuse_other_data, trainable_parameters, warn_about_optimizer
+from quell.torch.checks import (
+    refuse_batch_norm,
+    refuse_other_data,
+    refuse_user_level,
+    trainable_parameters,
+    warn_about_optimizer,
+)
 from quell.torch.clipping import require_clip_norm
 from quell.torch.distributed import copy_from_first_rank, share_key, world
 from quell.torch.engine import Engine
@@ -83,6 +89,7 @@ def make_private(
     params = trainable_parameters(model, optimizer)
     refuse_batch_norm(model)
     dataset = dataset_of(data)
+    refuse_user_level(plan)
     refuse_other_data(plan, len(dataset))
     warn_about_optimizer(plan, optimizer)
     rank, size = world()
