@@ -200,9 +200,9 @@ def test_compare_splits_the_failure_probability_between_its_rows(monkeypatch):
     asked = []
     certify = privacy.calibrate
 
-    def calibrate(strategy, scheme, epsilon, delta, comparisons=1):
+    def calibrate(strategy, scheme, epsilon, delta, comparisons=1, near=None):
         asked.append(comparisons)
-        return certify(strategy, scheme, epsilon, delta, comparisons)
+        return certify(strategy, scheme, epsilon, delta, comparisons, near)
 
     monkeypatch.setattr(privacy, "calibrate", calibrate)
     run = ["--steps", "40", "--epochs", "4", "--epsilon", "4", "--delta", "1e-5", "--sampling", "balls_in_bins"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +30,8 @@ from quell.page import plots
 from quell.progress import listening
 from quell.sampling import SCHEMES, Cyclic, scheme_names
 from quell.setup import Setup, refuse_decay_rate
-from quell.strategy import FAMILIES, Parameter, find
+from quell.strategy import FAMILIES, Parameter, build, find
+from quell.strategy.family import OPTIMISED_FOR
 
 HELP = """
 Train models with differential privacy under [bold]correlated noise[/bold].
@@ -47,8 +49,11 @@ browser.
   quell price bisr --bands 64 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5
   quell compare bisr --bands 2,4,8,16,32,64 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5 --plot bisr.png
 
-Exit status: 0 on success, 1 when a plan fails verification, 2 when the request cannot be honoured.
+Exit status: 0 on success, 1 when a plan fails verification, 2 when the request cannot be honoured, 130 after Ctrl-C.
 """
+
+_INTERRUPTED = 130  # the exit status of programs that Ctrl-C ended
+_WIDTH = 120  # of output that does not go to a terminal
 
 app = typer.Typer(
     help=HELP,
@@ -243,6 +248,9 @@ def price(
     lambda_: Annotated[float | None, typer.Option("--lambda", help="Share of old noise that is cancelled.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Power of a fractional mechanism.")] = None,
     buffers: Annotated[int | None, typer.Option(help="Buffers of a blt.")] = None,
+    optimised_for: Annotated[
+        int | None, typer.Option(help="For blt and band_inv: optimise as if examples came back after so many steps.")
+    ] = None,
     objective: Objective = None,
     column_normalise: Normalise = None,
     separation: Separation = None,
@@ -259,6 +267,7 @@ def price(
         "lambda": lambda_,
         "gamma": gamma,
         "buffers": buffers,
+        OPTIMISED_FOR: optimised_for,
         "objective": objective,
         "column_normalise": column_normalise,
     }
@@ -268,7 +277,7 @@ def price(
     if as_json:
         _print_json(problem.row(priced))
         return
-    console.print(report.mechanism_table(problem, [priced]))
+    console.print(report.mechanism_table(problem, [priced], width=console.width))
     console.print(report.details(problem, priced), highlight=False)
 
 
@@ -311,8 +320,10 @@ def compare(
     with _progress() as advance:
         for done, value in enumerate(options):
             advance(done, len(options), f"{swept[0]}={value:g}")
+            parameters = {**fixed, swept[0]: value}
+            strategy = build(mechanism, problem.workload, problem.cycle.participation, None, **parameters)
             # A reader takes the best row, so certificates by draws share their failure probability.
-            priced.append(problem.price(mechanism, comparisons=len(options), **{**fixed, swept[0]: value}))
+            priced.append(problem.priced(strategy, comparisons=len(options)))
     if plot is not None:
         report.plot_sweep(problem, swept[0], priced, plot)
     rows = [problem.row(row) for row in priced]
@@ -324,7 +335,7 @@ def compare(
         writer.writeheader()
         writer.writerows(rows)
     else:
-        console.print(report.mechanism_table(problem, priced))
+        console.print(report.mechanism_table(problem, priced, width=console.width))
 
 
 @app.command()
@@ -374,7 +385,8 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console.width = int(os.environ.get("COLUMNS") or _WIDTH)
 
 
 def main() -> None:
@@ -384,9 +396,10 @@ def main() -> None:
     except QuellError as problem:
         errors.print(Text.assemble(("quell: ", "bold red"), str(problem)), soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("quell: interrupted")
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:  # Typer turns Ctrl-C into this, in silence
+            errors.print("quell: interrupted")
+        raise
 
 
 def _problem(
@@ -484,13 +497,20 @@ def _print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
+class _Count(ProgressColumn):
+    """So many of so many, once it is known how many there are."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on standard error that disappears when done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
+        _Count(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
