@@ -36,20 +36,17 @@ from quell.strategy.family import OPTIMISED_FOR
 HELP = """
 Train models with differential privacy under [bold]correlated noise[/bold].
 
-Noise added at one step is partly cancelled at later steps, so that far less of it reaches the model for the same
-(epsilon, delta). [bold]quell plan[/bold] compares the mechanisms for a training run and recommends one,
-[bold]quell price[/bold] looks at a single mechanism, [bold]quell compare[/bold] sweeps one parameter,
-[bold]quell verify[/bold] re-checks a saved plan from first principles, [bold]quell serve[/bold] shows plans live in a
-browser.
+Noise added at one step is partly cancelled at later steps, so far less of it reaches the model for the same privacy.
 
 [bold]Examples[/bold]
 
-  quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5 --save plan.json
+  quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5
+  quell plan ... --save plan.json --html plan.html
   quell verify plan.json
   quell price bisr --bands 64 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5
-  quell compare bisr --bands 2,4,8,16,32,64 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5 --plot bisr.png
+  quell compare bisr --bands 2,4,8 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5
 
-Exit status: 0 on success, 1 when a plan fails verification, 2 when the request cannot be honoured, 130 after Ctrl-C.
+Exit status: 0 success, 1 a plan fails verification, 2 the request cannot be honoured, 130 Ctrl-C.
 """
 
 _INTERRUPTED = 130  # the exit status of programs that Ctrl-C ended
@@ -66,29 +63,52 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 
-Epsilon = Annotated[float, typer.Option(help="Privacy budget epsilon; smaller is more private.")]
-Delta = Annotated[float, typer.Option(help="Privacy parameter delta; at most 1/examples.")]
+_RUN, _OPTIMIZER, _GOAL = "The run and its promise", "The optimizer", "The goal"  # panels of --help
+_LIMITS, _USERS, _OUTPUT = "What the run can do", "Privacy per user instead of per example", "Output"
+
+Epsilon = Annotated[float, typer.Option(rich_help_panel=_RUN, help="Privacy budget epsilon; smaller is more private.")]
+Delta = Annotated[float, typer.Option(rich_help_panel=_RUN, help="Privacy parameter delta; at most 1/examples.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
 Steps = Annotated[int, typer.Option(help="Optimizer steps of the whole run.")]
 Separation = Annotated[
     int | None, typer.Option(help="Least steps between two uses of an example. Default: steps // epochs.")
 ]
-Momentum = Annotated[float, typer.Option(help="Momentum beta of the optimizer.")]
-WeightDecay = Annotated[float, typer.Option(help="Factor alpha that multiplies the weights each step; 1 for no decay.")]
-Schedule = Annotated[str | None, typer.Option(help="Learning-rate schedule: cosine or linear. Default: constant.")]
-Memory = Annotated[
-    str, typer.Option("--memory", "--max-memory", help="Noise memory: model copies, '8GB', or 'unlimited'.")
+Momentum = Annotated[float, typer.Option(rich_help_panel=_OPTIMIZER, help="Momentum beta of the optimizer.")]
+WeightDecay = Annotated[
+    float,
+    typer.Option(
+        rich_help_panel=_OPTIMIZER, help="Factor alpha that multiplies the weights each step; 1 for no decay."
+    ),
 ]
-Draws = Annotated[int, typer.Option(help="Noise vectors that may be generated per step.")]
-ModelSize = Annotated[int | None, typer.Option(help="Size of the model, for GB and noise time.")]
-Goal = Annotated[str, typer.Option(help=f"What to make small: {', '.join(OBJECTIVES)}.")]
-Adaptive = Annotated[bool, typer.Option("--adaptive", help="The optimizer is adaptive, like Adam.")]
+Schedule = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=_OPTIMIZER, help="Learning-rate schedule: cosine or linear. Default: constant."),
+]
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory", "--max-memory", rich_help_panel=_LIMITS, help="Noise memory: model copies, '8GB', or 'unlimited'."
+    ),
+]
+Draws = Annotated[int, typer.Option(rich_help_panel=_LIMITS, help="Noise vectors that may be generated per step.")]
+ModelSize = Annotated[
+    int | None, typer.Option(rich_help_panel=_LIMITS, help="Size of the model, for GB and noise time.")
+]
+Goal = Annotated[str, typer.Option(rich_help_panel=_GOAL, help=f"What to make small: {', '.join(OBJECTIVES)}.")]
+Adaptive = Annotated[
+    bool, typer.Option("--adaptive", rich_help_panel=_OPTIMIZER, help="The optimizer is adaptive, like Adam.")
+]
 Schemes = Annotated[
-    str, typer.Option(help=f"Schemes your data pipeline can do: some of {', '.join(SCHEMES)}; or best.")
+    str,
+    typer.Option(
+        rich_help_panel=_LIMITS, help=f"Schemes your data pipeline can do: some of {', '.join(SCHEMES)}; or best."
+    ),
 ]
 Sampling = Annotated[str, typer.Option(help=f"How batches are formed: {', '.join(SCHEMES)}, or best.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Plot = Annotated[Path | None, typer.Option(help="Also draw a plot: a .png, .svg or .pdf file.")]
+AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="Print JSON instead of a table.")]
+Plot = Annotated[
+    Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Also draw a plot: a .png, .svg or .pdf file.")
+]
 Normalise = Annotated[
     bool | None,
     typer.Option("--column-normalise/--no-column-normalise", help="Scale every column of C to norm 1, or don't."),
@@ -100,13 +120,14 @@ Objective = Annotated[
 
 @app.command()
 def plan(
-    examples: Annotated[int, typer.Option(help="Size of the training set.")],
+    examples: Annotated[int, typer.Option(rich_help_panel=_RUN, help="Size of the training set.")],
     epsilon: Epsilon,
     delta: Delta,
-    batch_size: Annotated[int | None, typer.Option(help="Examples per step.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Examples per step.")] = None,
+    epochs: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Passes over the data.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Instead of epochs and batch size: how best to spend so many steps?")
+        int | None,
+        typer.Option(rich_help_panel=_RUN, help="Instead of epochs and batch size: how best to spend so many steps?"),
     ] = None,
     momentum: Momentum = 0.0,
     weight_decay: WeightDecay = 1.0,
@@ -116,22 +137,44 @@ def plan(
     memory: Memory = "4",
     draws: Draws = 16,
     parameters: ModelSize = None,
-    noise_share: Annotated[float | None, typer.Option(help="Most of a step's time for noise: 0.03 is 3%.")] = None,
-    step_seconds: Annotated[float | None, typer.Option(help="How long a step takes, for --noise-share.")] = None,
-    device: Annotated[str, typer.Option(help=f"Whose noise costs: {', '.join(DEVICES)}, measured.")] = "h200",
+    noise_share: Annotated[
+        float | None, typer.Option(rich_help_panel=_LIMITS, help="Most of a step's time for noise: 0.03 is 3%.")
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(rich_help_panel=_LIMITS, help="How long a step takes, for --noise-share.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(rich_help_panel=_LIMITS, help=f"Whose noise costs: {', '.join(DEVICES)}, measured.")
+    ] = "h200",
     sampling: Schemes = "best",
-    fast: Annotated[bool, typer.Option("--fast", help="Without amplification: seconds become one.")] = False,
-    separation: Annotated[int | None, typer.Option(help="Per user: least steps between participations.")] = None,
-    participations: Annotated[int | None, typer.Option(help="Per user: most participations.")] = None,
-    target_rmse: Annotated[float | None, typer.Option(help="Find the least epsilon with this RMSE.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the plan to this file, for quell verify.")] = None,
+    fast: Annotated[
+        bool,
+        typer.Option(
+            "--fast", rich_help_panel=_GOAL, help="Leave amplification by sampling out: an answer in about a second."
+        ),
+    ] = False,
+    separation: Annotated[
+        int | None, typer.Option(rich_help_panel=_USERS, help="Per user: least steps between participations.")
+    ] = None,
+    participations: Annotated[
+        int | None, typer.Option(rich_help_panel=_USERS, help="Per user: most participations.")
+    ] = None,
+    target_rmse: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_GOAL, help="Find the least epsilon with this RMSE, starting at --epsilon."),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Write the plan to this file, for quell verify.")
+    ] = None,
     plot: Plot = None,
-    html: Annotated[Path | None, typer.Option(help="Write the plan as one interactive web page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Write the plan as one interactive web page.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare mechanisms for a training run and recommend one.
 
-    With --target-rmse epsilon is only where the search for it starts.
+    Give --examples, --batch-size, --epochs, --epsilon and --delta; everything else has a default.
     """
     if (steps is None) == (batch_size is None or epochs is None):
         raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")

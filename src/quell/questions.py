@@ -36,7 +36,7 @@ class Change:
 
 
 def changes(plan: Plan) -> Iterator[Change]:
-    """What more memory, more epochs and larger batches would do."""
+    """What more memory would do; and, at least, more epochs and larger batches, with the same kind of mechanism."""
     setup, chosen = plan.setup, plan.mechanism
     objective = setup.objective
     for mechanism in pareto(plan.alternatives, objective):
