@@ -31,7 +31,7 @@ from quell.sampling import BallsInBins, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.sensitivity import sensitivity
 from quell.strategy import Strategy
 
-_DRAWS, _WIDE = 64, 1 << 19  # per proposal, and the most numbers they may take together
+_DRAWS, _WIDE = 96, 1 << 19  # per proposal, and the most numbers they may take together
 _CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough: a third wrong, it is 0.4% of σ
 _ERROR = 0.1  # of δ, with so few draws
 
