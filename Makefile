@@ -20,26 +20,27 @@ test-all: lint  ## the same with the slow reproductions
 	$(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)
-	$(BIN)/ruff format --check src tests benchmarks experiments
-	$(BIN)/ruff check src tests benchmarks experiments
+	$(BIN)/ruff format --check src tests benchmarks experiments examples
+	$(BIN)/ruff check src tests benchmarks experiments examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports > $(VENV)/layers.log || (cat $(VENV)/layers.log; exit 1)
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests benchmarks experiments
-	$(BIN)/ruff check --fix src tests benchmarks experiments
+	$(BIN)/ruff format src tests benchmarks experiments examples
+	$(BIN)/ruff check --fix src tests benchmarks experiments examples
 
-demo: $(STAMP)  ## plan a run, draw it, verify the plan
+demo: $(STAMP)  ## train on digits without privacy, with DP-SGD and as planned; verify the plan
 	mkdir -p demo
-	$(BIN)/quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5 --save demo/plan.json --plot demo/plan.png --html demo/plan.html
+	$(BIN)/python examples/digits.py demo/digits.npz
+	$(BIN)/quell train demo/digits.npz --epochs 5 --batch-size 24 --epsilon 8 --delta 1e-4 --runs 3 --seed 0 --plot demo/training.png --html demo/training.html --save-plan demo/plan.json --save-weights demo/weights.pt --save-report demo/privacy.md
 	$(BIN)/quell verify demo/plan.json
-	$(BIN)/quell compare bisr --bands 2,4,8,16,32,64,128,256,390 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5 --plot demo/bisr.png
-	@echo "Look at demo/plan.html, demo/plan.png and demo/bisr.png"
+	@echo "Look at demo/training.html and demo/training.png"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/strategies.py --quick
 	$(BIN)/python benchmarks/noise_cpu.py
+	$(BIN)/python benchmarks/torch_step.py --models cnn --rounds 5
 
 screenshot: $(STAMP)  ## the picture in docs/report.md; needs Chromium
 	$(BIN)/python -m tests.page.screenshot docs/report.png

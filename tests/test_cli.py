@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
 
-from quell import cli
+from quell import cli, privacy
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
 
@@ -193,3 +196,67 @@ def test_the_readmes_rooms_are_reachable():
     code = "import quell; print(len(quell.strategy.FAMILIES), quell.workload.prefix(3).steps)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == [str(len(FAMILIES)), "3"]
+
+
+def test_compare_splits_the_failure_probability_between_its_rows(monkeypatch):
+    """A reader picks the best row, so each certificate by draws must know how many there are."""
+    asked = []
+    certify = privacy.calibrate
+
+    def calibrate(strategy, scheme, epsilon, delta, comparisons=1, near=None):
+        asked.append(comparisons)
+        return certify(strategy, scheme, epsilon, delta, comparisons, near)
+
+    monkeypatch.setattr(privacy, "calibrate", calibrate)
+    run = ["--steps", "40", "--epochs", "4", "--epsilon", "4", "--delta", "1e-5", "--sampling", "balls_in_bins"]
+    quell("compare", "bisr", "--bands", "2,3,4", *run)
+    assert asked == [3, 3, 3]
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 45, 30])
+def test_no_terminal_is_too_narrow_for_a_number(width, monkeypatch):
+    """Columns are left out instead; every number that is shown is shown whole."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    run = ["--steps", "6000000", "--epochs", "600", "--epsilon", "4", "--delta", "1e-6"]
+    wide = {"42.49", "1.063e+04", "1.503e+04", "4.8×"}
+    line = next(line for line in quell("price", "bisr", "--bands", "16", *run).splitlines() if "1.063e+04" in line)
+    assert {word for word in line.split() if word[0].isdigit() and len(word) > 2} <= wide
+    assert len(line) <= width
+    if width >= 80:
+        assert wide <= set(line.split())
+
+
+def test_output_without_a_terminal_is_wide(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert any(len(line) > 100 for line in quell("price", "bisr", "--bands", "16", *RUN).splitlines())
+
+
+def test_strategies_optimised_for_another_separation_have_names_of_their_own():
+    rows = [quell("price", "blt", "--buffers", "1", *RUN, *more) for more in ([], ["--optimised-for", "97"])]
+    assert ["s=97" in row.split("σ:")[0] for row in rows] == [False, True]
+
+
+def test_ctrl_c_ends_with_one_line():
+    """As from a terminal: SIGINT in the middle of a plan."""
+    long = [*PLAN[:1], *PLAN[2:], "--momentum", "0.9"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time, quell.cli as c; print('ready', flush=True); c.main()", *long],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "QUELL_CACHE": "off"},
+    )
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert errors.splitlines() == ["quell: interrupted"]
+    assert child.returncode == 130
+
+
+def test_progress_counts_only_what_is_known():
+    progress = cli.Progress(cli._Count())
+    task = progress.add_task("pricing", total=None)
+    assert str(cli._Count().render(progress.tasks[task])) == ""
+    progress.update(task, completed=3, total=7)
+    assert str(cli._Count().render(progress.tasks[task])) == "3/7"

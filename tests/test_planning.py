@@ -339,3 +339,17 @@ def test_amplified_noise_does_not_buy_the_promise_without_the_sampling(tmp_path)
             row["sampling"] = row["guarantee"]["sampling"] = "cyclic"
 
     assert any("its noise suffices" in str(check.stated) for check in tampered(path, claim_cyclic))
+
+
+def test_more_rows_certified_by_draws_than_share_the_failure_probability_are_refused(tmp_path):
+    """Among many certificates by draws one would hold by luck."""
+    drawn = quell.plan(**{**SETUP, "sampling": "balls_in_bins"})
+    assert drawn.mechanism.guarantee.failure_probability > 0
+    path = tmp_path / "plan.json"
+    drawn.save(path)
+    content = json.loads(path.read_text())
+    content["mechanisms"] *= planning.COMPARISONS + 1
+    path.write_text(json.dumps(content))
+    assert [check.claim for check in quell.verify(path) if not check.holds] == ["mechanisms certified by draws"]
+    with pytest.raises(QuellError, match="mechanisms certified by draws is stated as 9 but comes out as at most 8"):
+        quell.Plan.load(path)

@@ -48,7 +48,7 @@ def test_more_epochs_in_the_same_steps_lower_the_noise_per_example():
         questions.choices_for_steps(10**7, setup)
 
 
-def test_changes_are_what_a_new_plan_would_say():
+def test_changes_are_no_more_than_a_new_plan_would_say():
     plan = quell.plan(**SMALL, sampling="cyclic", memory=0, draws=1, objective="rmse")
     found = {change.what: change for change in questions.changes(plan)}
     more = next(change for what, change in found.items() if what.endswith("memory"))
@@ -56,7 +56,10 @@ def test_changes_are_what_a_new_plan_would_say():
     richer = quell.plan(**SMALL, sampling="cyclic", memory=more.mechanism.buffers, draws=1, objective="rmse")
     assert richer.mechanism.rmse <= more.mechanism.rmse * (1 + 1e-9)
     longer = quell.plan(**{**SMALL, "epochs": 8}, sampling="cyclic", memory=0, draws=1, objective="rmse")
-    assert found["twice the epochs"].ratio == pytest.approx(longer.mechanism.rmse / 2 / plan.mechanism.rmse, rel=1e-6)
+    change = found["twice the epochs"]
+    same = longer.problem.price(plan.mechanism.name, **plan.mechanism.strategy.parameters)
+    assert change.ratio == pytest.approx(same.rmse / 2 / plan.mechanism.rmse, rel=1e-6)
+    assert longer.mechanism.rmse <= change.mechanism.rmse * (1 + 1e-9)  # a new plan may find better still
 
 
 def test_privacy_per_user_counts_the_users_own_pattern(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -29,26 +30,27 @@ from quell.page import plots
 from quell.progress import listening
 from quell.sampling import SCHEMES, Cyclic, scheme_names
 from quell.setup import Setup, refuse_decay_rate
-from quell.strategy import FAMILIES, Parameter, find
+from quell.strategy import FAMILIES, Parameter, build, find
+from quell.strategy.family import OPTIMISED_FOR
 
 HELP = """
 Train models with differential privacy under [bold]correlated noise[/bold].
 
-Noise added at one step is partly cancelled at later steps, so that far less of it reaches the model for the same
-(epsilon, delta). [bold]quell plan[/bold] compares the mechanisms for a training run and recommends one,
-[bold]quell price[/bold] looks at a single mechanism, [bold]quell compare[/bold] sweeps one parameter,
-[bold]quell verify[/bold] re-checks a saved plan from first principles, [bold]quell serve[/bold] shows plans live in a
-browser.
+Noise added at one step is partly cancelled at later steps, so far less of it reaches the model for the same privacy.
 
 [bold]Examples[/bold]
 
-  quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5 --save plan.json
+  quell plan --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5
+  quell plan ... --save plan.json --html plan.html
   quell verify plan.json
   quell price bisr --bands 64 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5
-  quell compare bisr --bands 2,4,8,16,32,64 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5 --plot bisr.png
+  quell compare bisr --bands 2,4,8 --steps 3900 --epochs 10 --epsilon 8 --delta 1e-5
 
-Exit status: 0 on success, 1 when a plan fails verification, 2 when the request cannot be honoured.
+Exit status: 0 success, 1 a plan fails verification, 2 the request cannot be honoured, 130 Ctrl-C.
 """
+
+_INTERRUPTED = 130  # the exit status of programs that Ctrl-C ended
+_WIDTH = 120  # of output that does not go to a terminal
 
 app = typer.Typer(
     help=HELP,
@@ -61,29 +63,52 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 
-Epsilon = Annotated[float, typer.Option(help="Privacy budget epsilon; smaller is more private.")]
-Delta = Annotated[float, typer.Option(help="Privacy parameter delta; at most 1/examples.")]
+_RUN, _OPTIMIZER, _GOAL = "The run and its promise", "The optimizer", "The goal"  # panels of --help
+_LIMITS, _USERS, _OUTPUT = "What the run can do", "Privacy per user instead of per example", "Output"
+
+Epsilon = Annotated[float, typer.Option(rich_help_panel=_RUN, help="Privacy budget epsilon; smaller is more private.")]
+Delta = Annotated[float, typer.Option(rich_help_panel=_RUN, help="Privacy parameter delta; at most 1/examples.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
 Steps = Annotated[int, typer.Option(help="Optimizer steps of the whole run.")]
 Separation = Annotated[
     int | None, typer.Option(help="Least steps between two uses of an example. Default: steps // epochs.")
 ]
-Momentum = Annotated[float, typer.Option(help="Momentum beta of the optimizer.")]
-WeightDecay = Annotated[float, typer.Option(help="Factor alpha that multiplies the weights each step; 1 for no decay.")]
-Schedule = Annotated[str | None, typer.Option(help="Learning-rate schedule: cosine or linear. Default: constant.")]
-Memory = Annotated[
-    str, typer.Option("--memory", "--max-memory", help="Noise memory: model copies, '8GB', or 'unlimited'.")
+Momentum = Annotated[float, typer.Option(rich_help_panel=_OPTIMIZER, help="Momentum beta of the optimizer.")]
+WeightDecay = Annotated[
+    float,
+    typer.Option(
+        rich_help_panel=_OPTIMIZER, help="Factor alpha that multiplies the weights each step; 1 for no decay."
+    ),
 ]
-Draws = Annotated[int, typer.Option(help="Noise vectors that may be generated per step.")]
-ModelSize = Annotated[int | None, typer.Option(help="Size of the model, for GB and noise time.")]
-Goal = Annotated[str, typer.Option(help=f"What to make small: {', '.join(OBJECTIVES)}.")]
-Adaptive = Annotated[bool, typer.Option("--adaptive", help="The optimizer is adaptive, like Adam.")]
+Schedule = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=_OPTIMIZER, help="Learning-rate schedule: cosine or linear. Default: constant."),
+]
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory", "--max-memory", rich_help_panel=_LIMITS, help="Noise memory: model copies, '8GB', or 'unlimited'."
+    ),
+]
+Draws = Annotated[int, typer.Option(rich_help_panel=_LIMITS, help="Noise vectors that may be generated per step.")]
+ModelSize = Annotated[
+    int | None, typer.Option(rich_help_panel=_LIMITS, help="Size of the model, for GB and noise time.")
+]
+Goal = Annotated[str, typer.Option(rich_help_panel=_GOAL, help=f"What to make small: {', '.join(OBJECTIVES)}.")]
+Adaptive = Annotated[
+    bool, typer.Option("--adaptive", rich_help_panel=_OPTIMIZER, help="The optimizer is adaptive, like Adam.")
+]
 Schemes = Annotated[
-    str, typer.Option(help=f"Schemes your data pipeline can do: some of {', '.join(SCHEMES)}; or best.")
+    str,
+    typer.Option(
+        rich_help_panel=_LIMITS, help=f"Schemes your data pipeline can do: some of {', '.join(SCHEMES)}; or best."
+    ),
 ]
 Sampling = Annotated[str, typer.Option(help=f"How batches are formed: {', '.join(SCHEMES)}, or best.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Plot = Annotated[Path | None, typer.Option(help="Also draw a plot: a .png, .svg or .pdf file.")]
+AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="Print JSON instead of a table.")]
+Plot = Annotated[
+    Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Also draw a plot: a .png, .svg or .pdf file.")
+]
 Normalise = Annotated[
     bool | None,
     typer.Option("--column-normalise/--no-column-normalise", help="Scale every column of C to norm 1, or don't."),
@@ -95,13 +120,14 @@ Objective = Annotated[
 
 @app.command()
 def plan(
-    examples: Annotated[int, typer.Option(help="Size of the training set.")],
+    examples: Annotated[int, typer.Option(rich_help_panel=_RUN, help="Size of the training set.")],
     epsilon: Epsilon,
     delta: Delta,
-    batch_size: Annotated[int | None, typer.Option(help="Examples per step.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Examples per step.")] = None,
+    epochs: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Passes over the data.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Instead of epochs and batch size: how best to spend so many steps?")
+        int | None,
+        typer.Option(rich_help_panel=_RUN, help="Instead of epochs and batch size: how best to spend so many steps?"),
     ] = None,
     momentum: Momentum = 0.0,
     weight_decay: WeightDecay = 1.0,
@@ -111,22 +137,44 @@ def plan(
     memory: Memory = "4",
     draws: Draws = 16,
     parameters: ModelSize = None,
-    noise_share: Annotated[float | None, typer.Option(help="Most of a step's time for noise: 0.03 is 3%.")] = None,
-    step_seconds: Annotated[float | None, typer.Option(help="How long a step takes, for --noise-share.")] = None,
-    device: Annotated[str, typer.Option(help=f"Whose noise costs: {', '.join(DEVICES)}, measured.")] = "h200",
+    noise_share: Annotated[
+        float | None, typer.Option(rich_help_panel=_LIMITS, help="Most of a step's time for noise: 0.03 is 3%.")
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(rich_help_panel=_LIMITS, help="How long a step takes, for --noise-share.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(rich_help_panel=_LIMITS, help=f"Whose noise costs: {', '.join(DEVICES)}, measured.")
+    ] = "h200",
     sampling: Schemes = "best",
-    fast: Annotated[bool, typer.Option("--fast", help="Without amplification: seconds become one.")] = False,
-    separation: Annotated[int | None, typer.Option(help="Per user: least steps between participations.")] = None,
-    participations: Annotated[int | None, typer.Option(help="Per user: most participations.")] = None,
-    target_rmse: Annotated[float | None, typer.Option(help="Find the least epsilon with this RMSE.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the plan to this file, for quell verify.")] = None,
+    fast: Annotated[
+        bool,
+        typer.Option(
+            "--fast", rich_help_panel=_GOAL, help="Leave amplification by sampling out: an answer in about a second."
+        ),
+    ] = False,
+    separation: Annotated[
+        int | None, typer.Option(rich_help_panel=_USERS, help="Per user: least steps between participations.")
+    ] = None,
+    participations: Annotated[
+        int | None, typer.Option(rich_help_panel=_USERS, help="Per user: most participations.")
+    ] = None,
+    target_rmse: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_GOAL, help="Find the least epsilon with this RMSE, starting at --epsilon."),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Write the plan to this file, for quell verify.")
+    ] = None,
     plot: Plot = None,
-    html: Annotated[Path | None, typer.Option(help="Write the plan as one interactive web page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Write the plan as one interactive web page.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare mechanisms for a training run and recommend one.
 
-    With --target-rmse epsilon is only where the search for it starts.
+    Give --examples, --batch-size, --epochs, --epsilon and --delta; everything else has a default.
     """
     if (steps is None) == (batch_size is None or epochs is None):
         raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
@@ -243,6 +291,9 @@ def price(
     lambda_: Annotated[float | None, typer.Option("--lambda", help="Share of old noise that is cancelled.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Power of a fractional mechanism.")] = None,
     buffers: Annotated[int | None, typer.Option(help="Buffers of a blt.")] = None,
+    optimised_for: Annotated[
+        int | None, typer.Option(help="For blt and band_inv: optimise as if examples came back after so many steps.")
+    ] = None,
     objective: Objective = None,
     column_normalise: Normalise = None,
     separation: Separation = None,
@@ -259,6 +310,7 @@ def price(
         "lambda": lambda_,
         "gamma": gamma,
         "buffers": buffers,
+        OPTIMISED_FOR: optimised_for,
         "objective": objective,
         "column_normalise": column_normalise,
     }
@@ -268,7 +320,7 @@ def price(
     if as_json:
         _print_json(problem.row(priced))
         return
-    console.print(report.mechanism_table(problem, [priced]))
+    console.print(report.mechanism_table(problem, [priced], width=console.width))
     console.print(report.details(problem, priced), highlight=False)
 
 
@@ -298,19 +350,23 @@ def compare(
     problem = _problem(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
     given = {"bands": bands, "lambda": lambda_, "gamma": gamma, "buffers": buffers}
     values = {name: _sweep(name, text) for name, text in given.items() if text is not None}
-    swept = [name for name, options in values.items() if len(options) > 1]
+    swept = [name for name, several in values.items() if len(several) > 1]
     if len(swept) != 1:
         raise QuellError("compare sweeps exactly one parameter: give several values to one, for example --bands 2,4,8")
-    fixed: dict[str, Parameter] = {name: options[0] for name, options in values.items() if name != swept[0]}
+    fixed: dict[str, Parameter] = {name: single[0] for name, single in values.items() if name != swept[0]}
     if column_normalise is not None:
         fixed["column_normalise"] = column_normalise
     if objective is not None:
         fixed["objective"] = objective
     priced: list[Mechanism] = []
+    options = values[swept[0]]
     with _progress() as advance:
-        for done, value in enumerate(values[swept[0]]):
-            advance(done, len(values[swept[0]]), f"{swept[0]}={value:g}")
-            priced.append(problem.price(mechanism, **{**fixed, swept[0]: value}))
+        for done, value in enumerate(options):
+            advance(done, len(options), f"{swept[0]}={value:g}")
+            parameters = {**fixed, swept[0]: value}
+            strategy = build(mechanism, problem.workload, problem.cycle.participation, None, **parameters)
+            # A reader takes the best row, so certificates by draws share their failure probability.
+            priced.append(problem.priced(strategy, comparisons=len(options)))
     if plot is not None:
         report.plot_sweep(problem, swept[0], priced, plot)
     rows = [problem.row(row) for row in priced]
@@ -322,7 +378,7 @@ def compare(
         writer.writeheader()
         writer.writerows(rows)
     else:
-        console.print(report.mechanism_table(problem, priced))
+        console.print(report.mechanism_table(problem, priced, width=console.width))
 
 
 @app.command()
@@ -344,6 +400,70 @@ def verify(
         console.print(f"{file}: all {len(checks)} claims hold.", highlight=False, markup=False)
     if false:
         raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(help="An .npz file with arrays x and y, and perhaps x_test and y_test.")],
+    epochs: Epochs,
+    epsilon: Epsilon,
+    delta: Delta,
+    batch_size: Annotated[int, typer.Option(help="Examples per step.")] = 32,
+    model: Annotated[str, typer.Option(help="linear, mlp or cnn; auto goes by the shape of x.")] = "auto",
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: each row's best of a small grid.")] = None,
+    momentum: Momentum = 0.9,
+    clip: Annotated[float, typer.Option(help="Norm that every example's gradient is clipped to.")] = 1.0,
+    sampling: Sampling = "best",
+    runs: Annotated[int, typer.Option(help="Runs per row; each has its own start and noise.")] = 1,
+    baselines: Annotated[bool, typer.Option(help="Also train without privacy and with DP-SGD.")] = True,
+    seed: Annotated[int | None, typer.Option(help="Repeatable runs, without privacy: for public data only.")] = None,
+    save_weights: Annotated[Path | None, typer.Option(help="Write the planned model's state_dict, for torch.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Write the plan, for quell verify.")] = None,
+    save_report: Annotated[Path | None, typer.Option(help="Write the privacy report: .md or .json.")] = None,
+    plot: Plot = None,
+    html: Annotated[Path | None, typer.Option(help="Write results and curves as one web page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model on your arrays: without privacy, with DP-SGD, and as planned.
+
+    x is (examples, features) or images, (examples, height, width) with channels first or last; y holds integers from 0.
+    Bytes are read as pixels, other numbers as they are. Without x_test a quarter of the examples is held out.
+    """
+    try:
+        from quell.trial import command, results
+    except ModuleNotFoundError as missing:
+        raise QuellError(f"quell train needs {missing.name}: pip install 'quell[torch]'") from missing
+
+    with _progress() as advance:
+        recipe, outcomes = command.train(
+            file,
+            files := command.Files(save_weights, save_plan, save_report, plot, html),
+            advance,
+            lambda row: errors.print(f"{row.arm.name}: {row.mean:.1%} at lr {row.learning_rate:g}", highlight=False),
+            model=model,
+            learning_rate=lr,
+            max_grad_norm=clip,
+            runs=runs,
+            baselines=baselines,
+            seed=seed,
+            batch_size=batch_size,
+            epochs=epochs,
+            epsilon=epsilon,
+            delta=delta,
+            momentum=momentum,
+            sampling=sampling,
+        )
+    found = results.content(recipe, outcomes)
+    if as_json:
+        _print_json(found)
+        return
+    console.print(f"{found['setup']}.", highlight=False)
+    console.print(results.table(outcomes))
+    for line in (found["verdict"], f"Promise of the planned run: {found['promise']}.", *found["notes"]):
+        if line is not None:
+            console.print(line, highlight=False)
+    for path in files.wanted:
+        console.print(f"Written: {path}", highlight=False, markup=False)
 
 
 @app.command()
@@ -372,7 +492,8 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console.width = int(os.environ.get("COLUMNS") or _WIDTH)
 
 
 def main() -> None:
@@ -382,9 +503,10 @@ def main() -> None:
     except QuellError as problem:
         errors.print(Text.assemble(("quell: ", "bold red"), str(problem)), soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("quell: interrupted")
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:  # Typer turns Ctrl-C into this, in silence
+            errors.print("quell: interrupted")
+        raise
 
 
 def _problem(
@@ -482,13 +604,20 @@ def _print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
+class _Count(ProgressColumn):
+    """So many of so many, once it is known how many there are."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on standard error that disappears when done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
+        _Count(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:

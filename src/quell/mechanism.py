@@ -122,17 +122,21 @@ class Problem:
         """
         return self.priced(build(name, self.workload, self.cycle.participation, None, **parameters))
 
-    def priced(self, strategy: Strategy, sampling: str | None = None, comparisons: int = 1) -> Mechanism:
+    def priced(
+        self, strategy: Strategy, sampling: str | None = None, comparisons: int = 1, near: float | None = None
+    ) -> Mechanism:
         """A strategy with the least noise that keeps the promise under a scheme (the best allowed by default).
 
         Where the best of several is taken, say between how many: certificates by sampling share their failure
-        probability.
+        probability. `near` is about the noise, where that is known.
         """
         if sampling is None:
             options = self.schemes_for(strategy)
             sampling = min(options, key=lambda name: self._about(strategy, name)) if len(options) > 1 else options[0]
         scheme = self.scheme_of(strategy, sampling)
-        return self.with_claim(strategy, privacy.calibrate(strategy, scheme, self.epsilon, self.delta, comparisons))
+        return self.with_claim(
+            strategy, privacy.calibrate(strategy, scheme, self.epsilon, self.delta, comparisons, near)
+        )
 
     def estimated(self, strategy: Strategy, sampling: str, near: float | None = None) -> Mechanism:
         """The same in a fraction of the time, for a search: the noise is an estimate (`quell.quick`)."""
@@ -150,7 +154,7 @@ class Problem:
                     return self.with_claim(
                         strategy, privacy.certify(strategy, scheme, enough, self.epsilon, self.delta)
                     )
-        return self.priced(strategy, mechanism.sampling, comparisons)
+        return self.priced(strategy, mechanism.sampling, comparisons, noise)
 
     def unit_score(self, strategy: Strategy, objective: str) -> float:
         """The objective per unit of noise."""

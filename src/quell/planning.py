@@ -69,6 +69,10 @@ class Plan:
 
     def explain(self) -> str:
         """Why this mechanism, what it buys, and what would change the answer, in plain sentences."""
+        return self._explanation
+
+    @cached_property
+    def _explanation(self) -> str:  # takes a second, and pages ask three times
         from quell.report import explanation
 
         return explanation(self)

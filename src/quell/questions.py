@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from threadpoolctl import threadpool_limits
 
 from quell.errors import QuellError, require_count, require_finite
-from quell.mechanism import Mechanism
+from quell.mechanism import Mechanism, Problem
 from quell.planning import Plan, make_plan, problem_of
 from quell.privacy.ledger import round_up
-from quell.sampling import Cyclic
 from quell.search import Progress, pareto, search
 from quell.setup import Setup
+from quell.strategy import build
+from quell.strategy.family import OPTIMISED_FOR
 
 _STURDY = ("identity", "lambda_cgd", "fractional", "band_toeplitz", "blt")  # found in a second, one of each kind
 
@@ -35,7 +36,7 @@ class Change:
 
 
 def changes(plan: Plan) -> Iterator[Change]:
-    """What more memory, more epochs and larger batches would do."""
+    """What more memory would do; and, at least, more epochs and larger batches, with the same kind of mechanism."""
     setup, chosen = plan.setup, plan.mechanism
     objective = setup.objective
     for mechanism in pareto(plan.alternatives, objective):
@@ -48,12 +49,22 @@ def changes(plan: Plan) -> Iterator[Change]:
         if setup.user_level or isinstance(setup.learning_rates, tuple) or options.get("batch_size", 0) > setup.examples:
             continue
         other = replace(setup, sampling=chosen.sampling, **options)  # type: ignore[arg-type]
-        families = None if chosen.sampling == Cyclic.name else (chosen.name,)  # amplified, the same kind has to do
-        with threadpool_limits(1):
-            found = search(other, problem_of(other), families=families)
-        if found:
-            seen = other.epochs / setup.epochs
-            yield Change(what, found[0], found[0].score(objective) / seen / chosen.score(objective))
+        try:
+            with threadpool_limits(1):
+                found = _same_kind(chosen, problem_of(other), setup.cycle.separation)
+        except QuellError:  # the mechanism does not go with that
+            continue
+        seen = other.epochs / setup.epochs
+        yield Change(what, found, found.score(objective) / seen / chosen.score(objective))
+
+
+def _same_kind(chosen: Mechanism, problem: Problem, separation: int) -> Mechanism:
+    """About what the plan's mechanism can do for another problem; `separation` is that of the plan."""
+    parameters = dict(chosen.strategy.parameters)
+    if OPTIMISED_FOR in parameters:
+        parameters[OPTIMISED_FOR] = max(2, int(parameters[OPTIMISED_FOR]) * problem.cycle.separation // separation)
+    strategy = build(chosen.name, problem.workload, problem.cycle.participation, None, **parameters)
+    return problem.estimated(strategy, chosen.sampling, chosen.noise_multiplier)
 
 
 def plan_for_rmse(setup: Setup, target: float, progress: Progress | None = None) -> Plan:

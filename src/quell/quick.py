@@ -1,7 +1,7 @@
 """About how much noise a strategy needs, in tens of milliseconds: what a search ranks by, and never a promise.
 
 The accountants' own estimates take seconds, because a certificate follows them. Ranking needs less: a percent of σ is
-five to twenty percent of δ, which some hundred draws deliver, and every candidate is drawn with the same random
+five to twenty percent of δ, which some hundreds of draws deliver, and every candidate is drawn with the same random
 numbers, so that much of the error is common to all. Noise under `cyclic` sampling is exact anyway.
 """
 
@@ -10,12 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import import_module
-from typing import Any
 
 from quell.errors import QuellError
-from quell.privacy import Estimate, balls_in_bins, calibrate, estimate, gaussian_epsilon, gaussian_sigma, poisson
+from quell.privacy import (
+    Estimate,
+    balls_in_bins,
+    calibrate,
+    estimate,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_sigma,
+    poisson,
+)
 from quell.privacy.bin_pair import BinPair
+from quell.privacy.coins import coin_delta, coin_epsilon
 from quell.privacy.importance import pilot
 from quell.privacy.ledger import Ledger, round_up
 from quell.privacy.tilting import sampling_free
@@ -24,8 +32,8 @@ from quell.sensitivity import sensitivity
 from quell.strategy import Strategy
 
 _DRAWS, _WIDE = 96, 1 << 19  # per proposal, and the most numbers they may take together
-_CLOSE = 0.1  # of ln δ, from where one more secant step is exact enough
-_STEEPNESS = -20.0  # d ln δ/d ln σ, before it is measured
+_CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough: a third wrong, it is 0.4% of σ
+_ERROR = 0.1  # of δ, with so few draws
 
 
 def quick(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float, near: float | None = None) -> Estimate:
@@ -45,7 +53,7 @@ def quick(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float, near
         case BallsInBins():
             ledger = balls_in_bins.ledger_of(strategy, scheme)
             sigma = _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon), ledger, epsilon, delta, near)
-            return Estimate(epsilon, delta, sigma, scheme.name, _CLOSE if ledger.statistical else 0.0)
+            return Estimate(epsilon, delta, sigma, scheme.name, _ERROR if ledger.statistical else 0.0)
         case Poisson() | CyclicPoisson():
             coins = poisson.ledger_of(strategy, scheme)
             sigma = coins.column * _coin_noise(coins.rounds, coins.rate, epsilon, delta)
@@ -57,9 +65,7 @@ def quick_epsilon(strategy: Strategy, scheme: Scheme, sigma: float, delta: float
     """About the ε of noise `sigma`, which may be far too little for any promise: a yardstick for comparisons."""
     if isinstance(scheme, Poisson | CyclicPoisson):
         coins = poisson.ledger_of(strategy, scheme)
-        unit = sigma / coins.column
-        cell = max(1e-3, 1e-4 / unit**2)  # losses grow like 1/σ²
-        return float(_losses(coins.rounds, coins.rate, unit, cell).get_epsilon_for_delta(delta))
+        return coin_epsilon(coins.rounds, coins.rate, sigma / coins.column, delta)
     if isinstance(scheme, Cyclic):
         return gaussian_epsilon(sigma / sensitivity(strategy, scheme.participation).value, delta)
     bins = BallsInBins(scheme.steps, scheme.separation)  # b_min_sep is close enough to that for a yardstick
@@ -90,17 +96,7 @@ def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> f
 def _coin_noise(rounds: int, rate: float, epsilon: float, delta: float) -> float:
     """Noise per unit of column norm under (cyclic) Poisson sampling: the same for every strategy with as many bands."""
     ledger = poisson.PoissonLedger(rounds, rate, 1.0)
-    cell = 2e-3 * min(1.0, max(epsilon, 0.2))
-    return _crossing(
-        lambda sigma: float(_losses(rounds, rate, sigma, cell).get_delta_for_epsilon(epsilon)), ledger, epsilon, delta
-    )
-
-
-def _losses(rounds: int, rate: float, sigma: float, cell: float) -> Any:
-    """The privacy losses of composed subsampled Gaussians, on a grid of this width."""
-    library = import_module("dp_accounting.pld.privacy_loss_distribution")
-    once = library.from_gaussian_mechanism(sigma, value_discretization_interval=cell, sampling_prob=rate)
-    return once.self_compose(rounds)
+    return _crossing(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), ledger, epsilon, delta)
 
 
 def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float) -> float:
@@ -120,7 +116,7 @@ def _crossing(
     """Where δ falls to `delta`, by secants between logarithms, rounded up to five digits."""
     top = math.log(ledger.safe_sigma(epsilon, delta))
     x = min(math.log(near or ledger.guess(epsilon, delta)), top)
-    low, high, slope = -math.inf, top, _STEEPNESS
+    low, high, slope = -math.inf, top, _steepness(epsilon, delta)
     last: tuple[float, float] | None = None
     for _ in range(12):
         gap = math.log(max(function(math.exp(x)), 1e-290) / delta)
@@ -135,3 +131,10 @@ def _crossing(
         wanted = x + step
         x = wanted if low < wanted < high else (0.5 * (low + high) if math.isfinite(low) else wanted)
     raise QuellError(f"no noise level up to {math.exp(top):.3g} could be found: this should not happen")
+
+
+@lru_cache(maxsize=64)
+def _steepness(epsilon: float, delta: float) -> float:
+    """d ln δ/d ln σ of the Gaussian mechanism: about right for all, until it is measured."""
+    sigma = gaussian_sigma(epsilon, delta)
+    return math.log(gaussian_delta(1.02 * sigma, epsilon) / gaussian_delta(sigma, epsilon)) / math.log(1.02)

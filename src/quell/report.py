@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -19,56 +20,77 @@ from quell.planning import Plan, fits
 from quell.questions import Choice, changes
 from quell.sampling import Cyclic
 from quell.search import pareto
+from quell.strategy.family import OPTIMISED_FOR
 from quell.verification import Check
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CAPTION = (
-    "σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. gain: DP-SGD's RMSE over "
-    "this one. mem: model-sized vectors kept. draws: noise vectors made per step. p: bands, d: buffers. *: columns "
-    "normalised."
+    "σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. gain: DP-SGD's RMSE, an "
+    "estimate under amplification, over this one. mem: model-sized vectors kept. draws: noise vectors made per step. "
+    "p: bands, d: buffers, s: optimised as if examples came back after s steps. *: columns normalised."
 )
+_EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
 _PLAN_CAPTION = " train: the objective of the plan. ~: estimated, not certified. Dimmed: beyond the limits."
 
 
-def mechanism_table(problem: Problem, mechanisms: Sequence[Mechanism], plan: Plan | None = None) -> Table:
-    """One row per mechanism; the recommended one of a plan is marked, those beyond its limits are dimmed."""
+def mechanism_table(
+    problem: Problem, mechanisms: Sequence[Mechanism], plan: Plan | None = None, width: int = 120
+) -> Table:
+    """One row per mechanism; the recommended one of a plan is marked, those beyond its limits are dimmed.
+
+    Where `width` is too little for all columns the least important are left out: a number is never cut short.
+    """
     measure = "maxse" if plan is None or plan.setup.objective == "rmse" else plan.setup.objective
+    cells = {
+        "mechanism": [("➤ " if _is_chosen(each, plan) else "  ") + label(each) for each in mechanisms],
+        "sampling": [each.sampling for each in mechanisms],
+        "σ": [_noise(each) for each in mechanisms],
+        "RMSE": [f"{each.rmse:.4g}" for each in mechanisms],
+        {"maxse": "MaxSE", "training": "train"}[measure]: [f"{each.score(measure):.4g}" for each in mechanisms],
+        "gain": [f"{problem.dpsgd.rmse / each.rmse:.2g}×" for each in mechanisms],
+        "mem": [f"{each.buffers:,}" for each in mechanisms],
+        "draws": [f"{each.draws:,}" for each in mechanisms],
+    }
+    widths = {title: max(map(cell_len, (title, *column))) for title, column in cells.items()}
+    for title in _EXPENDABLE:
+        if sum(widths.values()) + 2 * len(widths) + 1 > width and title in widths:
+            del widths[title]
     table = Table(
         box=box.SIMPLE_HEAD,
         caption=_CAPTION + (_PLAN_CAPTION if plan is not None else ""),
         caption_justify="left",
         padding=(0, 1, 0, 0),
     )
-    table.add_column("mechanism", no_wrap=True)
-    table.add_column("sampling", no_wrap=True)
-    for title in ("σ", "RMSE", {"maxse": "MaxSE", "training": "train"}[measure], "gain", "mem", "draws"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for mechanism in mechanisms:
-        chosen = plan is not None and mechanism is plan.mechanism
-        style = "bold green" if chosen else ("dim" if plan is not None and not fits(plan.setup, mechanism) else None)
-        noise = at_least(mechanism.noise_multiplier, 4 if mechanism.certified else 3)
-        table.add_row(
-            ("➤ " if chosen else "  ") + label(mechanism),
-            mechanism.sampling,
-            noise if mechanism.certified else f"~{noise}",
-            f"{mechanism.rmse:.4g}",
-            f"{mechanism.score(measure):.4g}",
-            f"{problem.dpsgd.rmse / mechanism.rmse:.2g}×",
-            f"{mechanism.buffers:,}",
-            f"{mechanism.draws:,}",
-            style=style,
-        )
+    for title, least in widths.items():
+        words = title in ("mechanism", "sampling")
+        table.add_column(title, justify="left" if words else "right", no_wrap=True, min_width=None if words else least)
+    for mechanism, row in zip(mechanisms, zip(*(cells[title] for title in widths), strict=True), strict=True):
+        beyond = plan is not None and not fits(plan.setup, mechanism)
+        table.add_row(*row, style="bold green" if _is_chosen(mechanism, plan) else "dim" if beyond else None)
     return table
+
+
+def _is_chosen(mechanism: Mechanism, plan: Plan | None) -> bool:
+    return plan is not None and mechanism is plan.mechanism
+
+
+def _noise(mechanism: Mechanism) -> str:
+    if mechanism.certified:
+        return at_least(mechanism.noise_multiplier, 4)
+    return f"~{at_least(mechanism.noise_multiplier, 3)}"
 
 
 def label(mechanism: Mechanism) -> str:
     """Family and parameters, short enough for a table."""
-    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d"}
+    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", OPTIMISED_FOR: "s"}
     parameters = mechanism.strategy.parameters
     shown = {name: value for name, value in parameters.items() if name in symbols and (name, value) != ("lambda", 1.0)}
-    settings = [f"{symbols[name]}={value:.4g}" for name, value in shown.items()]
+    settings = [
+        f"{symbols[name]}={value:.4g}" if isinstance(value, float) else f"{symbols[name]}={value}"
+        for name, value in shown.items()
+    ]
     star = "*" if parameters.get("column_normalise") else ""
     return " ".join([f"{mechanism.name}{' (DP-SGD)' if mechanism.name == 'identity' else ''}{star}", *settings])
 
@@ -197,7 +219,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{uses}; target ({setup.epsilon:g}, {setup.delta:g})-DP",
         highlight=False,
     )
-    console.print(mechanism_table(problem, plan.alternatives, plan))
+    console.print(mechanism_table(problem, plan.alternatives, plan, console.width))
     console.print(plan.explain(), highlight=False)
     for note in setup.notes:
         console.print(f"Note: {note}.", style="yellow", highlight=False)

@@ -138,6 +138,11 @@ def test_a_mechanism_that_is_only_estimated_says_so(amplified):
     assert "Promise" not in " ".join(rows["identity"]["details"])
 
 
+def test_dpsgd_is_an_estimate_only_under_amplification(plan, amplified):
+    assert content_of(plan, thorough=False)["baseline_estimated"] is False
+    assert content_of(amplified, thorough=False)["baseline_estimated"] is True
+
+
 def test_the_command_writes_the_page_and_the_pictures(tmp_path):
     report, picture = tmp_path / "report.html", tmp_path / "plan.svg"
     run = ["--examples", "200", "--batch-size", "20", "--epochs", "2", "--epsilon", "4", "--delta", "1e-3"]

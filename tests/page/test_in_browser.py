@@ -96,6 +96,9 @@ def test_estimates_are_never_shown_as_guarantees(browser, amplified, tmp_path):
     row = "[...document.querySelectorAll('#mechanisms tbody tr')].find(line => line.innerText.includes('identity'))"
     assert "estimated" in browser.run(f"{row}.innerText")
     assert "≈" in browser.run(f"{row}.innerText")
+    certified = "document.querySelector('#mechanisms tr.recommended').innerText"
+    assert "≈" in browser.run(certified)  # the gain compares it with DP-SGD, whose noise is estimated
+    assert "DP-SGD, balls_in_bins batches (estimated)" in browser.run("document.getElementById('error').innerText")
     browser.run(f"{row}.querySelector('input').click()")
     assert "as planned (estimate, not a guarantee)" in browser.run("document.getElementById('epsilon').innerText")
     browser.run("document.querySelector('#epsilon svg.chart').focus()")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from quell import privacy, strategy, workload
 from quell.errors import QuellError
 from quell.privacy import gaussian_delta, gaussian_sigma
+from quell.privacy.coins import coin_delta, coin_epsilon
+from quell.privacy.poisson import PoissonLedger
 from quell.sampling import CyclicPoisson, Poisson
 
 
@@ -64,3 +67,31 @@ def test_rounding_of_many_rounds_never_understates(rounds, epsilon, wanted):
     assert privacy.delta(identity(scheme), scheme, sigma, epsilon).delta >= wanted * (1 - 1e-8)
     with pytest.raises(QuellError, match="not certified"):
         privacy.certify(identity(scheme), scheme, sigma * 0.9995, epsilon, wanted)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "rate", "sigma", "epsilon"),
+    [
+        (3900, 1 / 390, 0.495, 8.0),
+        (780, 5 / 390, 0.7, 4.0),
+        (100, 0.3, 3.0, 2.0),
+        (10, 1.0, 3.0, 4.0),
+        (90, 0.1, 2, 0.5),
+    ],
+)
+def test_estimates_for_searches_agree_with_the_library(rounds, rate, sigma, epsilon):
+    careful, _ = PoissonLedger(rounds, rate, 1.0).estimate(sigma, epsilon, careful=True)
+    assert coin_delta(rounds, rate, sigma, epsilon) == pytest.approx(careful, rel=0.01)
+    assert coin_epsilon(rounds, rate, sigma, careful) == pytest.approx(epsilon, rel=0.002)
+
+
+def test_estimates_for_searches_see_both_directions():
+    """Enumerated: one round, where losses need no composition."""
+    sigma, rate, epsilon = 1.0, 0.5, 0.3
+    y = np.linspace(-12, 13, 400_001)
+    without = np.exp(-(y**2) / 2) / math.sqrt(2 * math.pi)
+    present = (1 - rate) * without + rate * np.exp(-((y - 1) ** 2) / 2) / math.sqrt(2 * math.pi)
+    both = (
+        np.trapezoid(np.maximum(p - math.exp(epsilon) * q, 0), y) for p, q in ((present, without), (without, present))
+    )
+    assert coin_delta(1, rate, sigma, epsilon) == pytest.approx(max(both), rel=1e-3)

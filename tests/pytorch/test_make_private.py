@@ -177,6 +177,30 @@ def test_the_audit_sees_noise_that_is_added_per_physical_batch(monkeypatch):
 
 
 @pytest.mark.parametrize("clipping", MODES)
+def test_examples_that_need_no_clipping_weigh_the_same_in_passes_of_unequal_size(clipping):
+    """Clipping hides a wrong weight, so here nothing is clipped."""
+    gradients = []
+    for cut in (8, 3):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer, loader = make_private(
+            model, optimizer, examples(), without_noise(small_plan()), 1e6, clipping=clipping, key=seeded(2)
+        )
+        x, y = next(iter(loader))
+        optimizer.zero_grad()
+        for part in (slice(0, cut), slice(cut, None)):
+            if len(x[part]):
+                nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+        gradients.append([p.grad for p in model.parameters()])
+    plain = network()
+    nn.functional.cross_entropy(plain(x), y).backward()
+    for whole, parts, mean in zip(*gradients, (p.grad for p in plain.parameters()), strict=True):
+        torch.testing.assert_close(whole, mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parts, mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("clipping", MODES)
 def test_physical_batches_and_accumulation_change_nothing(clipping):
     plan, data = small_plan(), examples()
     results = []

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from quell.errors import QuellError
-from quell.torch import PlanMismatchWarning, make_private
+from quell.torch import CorrelatedNoise, PlanMismatchWarning, make_private
 
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, train
@@ -332,3 +332,14 @@ def test_a_planned_schedule_is_no_warning():
             one_step(model, optimizer, batch)
             schedule.step()
     assert optimizer.run.step == 10
+
+
+def test_a_plan_per_user():
+    """The loader draws examples, so a promise per user would not hold."""
+    per_user = small_plan(separation=3, participations=2)
+    with pytest.raises(QuellError, match=r"promise is per user.*without separation and participations"):
+        private(per_user)
+    weights = {"w": torch.zeros(3)}
+    with pytest.raises(QuellError, match=r"promise is per user.*pass plan\.mechanism"):
+        CorrelatedNoise(per_user, weights, max_grad_norm=1.0)
+    assert CorrelatedNoise(per_user.mechanism, weights, max_grad_norm=1.0).steps == per_user.steps

@@ -50,6 +50,7 @@ def content_of(plan: Plan, thorough: bool = True) -> dict[str, Any]:
         "recommended": recommended,
         "frontier": [_place(shown, mechanism) for mechanism in pareto(shown, "rmse")],
         "baseline": _row(plan, problem.dpsgd, False),
+        "baseline_estimated": problem.dpsgd.sampling != Cyclic.name,  # without amplification estimates are exact
         "mechanisms": [
             _row(plan, mechanism, thorough and index == recommended) for index, mechanism in enumerate(shown)
         ],

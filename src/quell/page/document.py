@@ -11,6 +11,7 @@ import base64
 import hashlib
 import html
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from string import Template
@@ -32,22 +33,29 @@ def document(plan: dict[str, Any] | None, text: str = "", live: dict[str, Any] |
 
     `text` is what a browser without scripts shows.
     """
-    style, script = _file("style.css"), "\n".join(_file(name) for name in _SCRIPTS)
+    return assemble("page.html", _SCRIPTS, {"plan": plan, "live": live}, text, connects=live is not None)
+
+
+def assemble(
+    template: str, scripts: Sequence[str], data: dict[str, Any], text: str, connects: bool = False
+) -> Document:
+    """A template of this package with its style, scripts and data; `connects` lets it ask the server it came from."""
+    style, script = _file("style.css"), "\n".join(_file(name) for name in scripts)
     sources = {
         "default-src": "'none'",
         "script-src": _hash(script),
         "style-src": _hash(style),
         "img-src": "data:",
-        "connect-src": "'none'" if live is None else "'self'",
+        "connect-src": "'self'" if connects else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }
     policy = "; ".join(f"{kind} {source}" for kind, source in sources.items())
-    page = Template(_file("page.html")).substitute(
+    page = Template(_file(template)).substitute(
         policy=html.escape(policy),
         style=style,
         script=script,
-        data=_json_block({"plan": plan, "live": live}),
+        data=_json_block(data),
         text=html.escape(text),
     )
     return Document(page, policy)

@@ -21,8 +21,9 @@ def draw(plan: Plan, path: str | Path) -> None:
     figure = new_figure(12, 8.5)
     memory, error, cancellation, epsilon = figure.subplots(2, 2).flat
     chosen, dpsgd = content["mechanisms"][content["recommended"]], content["baseline"]
+    baseline = "DP-SGD (estimated)" if content["baseline_estimated"] else "DP-SGD"
     _draw_memory(memory, content)
-    for row, name, colour, style in ((chosen, chosen["label"], _GREEN, "-"), (dpsgd, "DP-SGD", _RED, ":")):
+    for row, name, colour, style in ((chosen, chosen["label"], _GREEN, "-"), (dpsgd, baseline, _RED, ":")):
         error.plot(row["error"]["x"], row["error"]["y"], color=colour, linestyle=style, label=name)
         for curve in row["cancellation"][: None if row is chosen else 1]:
             start = f", noise of step {curve['start']:,}" if len(row["cancellation"]) > 1 else ""

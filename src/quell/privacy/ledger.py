@@ -68,10 +68,15 @@ def estimate_sigma(ledger: Ledger, epsilon: float, delta: float) -> tuple[float,
     )
 
 
-def certified_sigma(ledger: Ledger, epsilon: float, delta: float, comparisons: int) -> tuple[float, Certificate]:
-    """The least noise that can be certified to be (epsilon, delta)-DP, to within the ladder's steps."""
+def certified_sigma(
+    ledger: Ledger, epsilon: float, delta: float, comparisons: int, near: float | None = None
+) -> tuple[float, Certificate]:
+    """The least noise that can be certified to be (epsilon, delta)-DP, to within the ladder's steps.
+
+    Where certificates come from draws, a search over forecasts follows the estimate, so `near` can take its place.
+    """
     allowed, failure = _budget(ledger, delta, comparisons)
-    about, _ = estimate_sigma(ledger, epsilon, allowed)
+    about = near if near is not None and ledger.statistical else estimate_sigma(ledger, epsilon, allowed)[0]
     return _certified(
         ledger,
         lambda sigma: ledger.forecast(sigma, epsilon, failure),

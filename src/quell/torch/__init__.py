@@ -1,6 +1,7 @@
 """PyTorch: a plan's batches and noise in the user's own loop, on any number of GPUs.
 
-`make_private` is the two-line way in; `CorrelatedNoise` and `clipped_sum` are its parts, for other trainers. Opacus is
+`make_private` is the two-line way in; `attach` serves loops that clip by themselves; `CorrelatedNoise` and
+`clipped_sum` are their parts. `quell.torch.huggingface` and `quell.torch.lightning` are for those trainers. Opacus is
 imported by `make_private` alone, and only for the ways of clipping that are Opacus's.
 """
 
@@ -13,14 +14,20 @@ from quell.torch.clipping import clipped_sum
 from quell.torch.noise import CorrelatedNoise
 
 if TYPE_CHECKING:
+    from quell.torch.attached import attach
     from quell.torch.checks import PlanMismatchWarning
     from quell.torch.private import make_private
     from quell.torch.report import PrivacyReport
 
-__all__ = ["CorrelatedNoise", "PlanMismatchWarning", "PrivacyReport", "clipped_sum", "make_private"]
+__all__ = ["CorrelatedNoise", "PlanMismatchWarning", "PrivacyReport", "attach", "clipped_sum", "make_private"]
 
 # Loaded on first use: they need the accountants, the parts above do not.
-_HOMES = {"PlanMismatchWarning": "checks", "PrivacyReport": "report", "make_private": "private"}
+_HOMES = {
+    "PlanMismatchWarning": "checks",
+    "PrivacyReport": "report",
+    "attach": "attached",
+    "make_private": "private",
+}
 
 
 def __getattr__(name: str) -> Any:

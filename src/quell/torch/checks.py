@@ -91,6 +91,17 @@ def refuse_other_data(plan: Plan, examples: int) -> None:
         )
 
 
+def refuse_user_level(plan: object) -> None:
+    """A plan per user promises nothing when batches are drawn, and gradients clipped, example by example."""
+    setup = getattr(plan, "setup", None)
+    if setup is not None and setup.user_level:
+        raise QuellError(
+            "the plan's promise is per user, but batches are drawn and gradients clipped per example here: make a plan "
+            "without separation and participations; or, where your own code clips per user and keeps users' steps as "
+            "far apart as planned, pass plan.mechanism to CorrelatedNoise"
+        )
+
+
 def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
     """Say where momentum and weight decay are not the plan's, and what to plan instead."""
     for message in optimizer_mismatches(plan, optimizer):

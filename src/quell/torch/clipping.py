@@ -53,13 +53,19 @@ def clipped_sum(
 
 
 def sum_clipped(
-    micro_batches: Callable[[], Iterator[Gradients]], params: Mapping[str, Tensor], max_grad_norm: float
+    micro_batches: Callable[[], Iterator[Gradients]],
+    params: Mapping[str, Tensor],
+    max_grad_norm: float,
+    scales: Tensor | float = 1.0,
 ) -> dict[str, Tensor]:
-    """The clipped sum of per-example gradients that come in micro-batches; `micro_batches` may be started twice."""
+    """The clipped sum of per-example gradients that come in micro-batches; `micro_batches` may be started twice.
+
+    `scales` are numbers that the gradients still have to be multiplied with, one per example if the micro-batch is one.
+    """
     bound = require_clip_norm(max_grad_norm)
-    totals, sound = _sum(micro_batches(), params, bound, cautious=False)
+    totals, sound = _sum(micro_batches(), params, bound, scales, cautious=False)
     if not bool(sound):  # one look at the device per step; non-finite gradients are rare, so they are paid for apart
-        totals, _ = _sum(micro_batches(), params, bound, cautious=True)
+        totals, _ = _sum(micro_batches(), params, bound, scales, cautious=True)
     return totals
 
 
@@ -106,15 +112,19 @@ def add_weighted(total: Tensor, weights: Tensor, gradient: Tensor) -> None:
 
 
 def _sum(
-    micro_batches: Iterator[Gradients], params: Mapping[str, Tensor], bound: float, cautious: bool
+    micro_batches: Iterator[Gradients],
+    params: Mapping[str, Tensor],
+    bound: float,
+    scales: Tensor | float,
+    cautious: bool,
 ) -> tuple[dict[str, Tensor], Tensor]:
     totals = {name: torch.zeros(value.shape, device=value.device) for name, value in params.items()}
     device = next(iter(totals.values())).device if totals else None
     sound = torch.ones((), dtype=torch.bool, device=device)
     for gradients in micro_batches:
-        norms = example_norms(gradients)
+        norms = example_norms(gradients) * scales
         sound &= torch.isfinite(norms).all()
-        weights = clip_factors(norms, bound)
+        weights = clip_factors(norms, bound) * scales
         for name, total in totals.items():
             gradient = gradients[name]
             if cautious:

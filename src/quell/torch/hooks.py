@@ -48,14 +48,18 @@ class FlatEngine(Engine):
         super().__init__(params, max_grad_norm, loss_reduction)
         self._model = model
         _silence_first_layers()
-        self._hooks = _Gradients(model, loss_reduction=loss_reduction, strict=False)
+        # For a mean loss Opacus multiplies every layer's gradients by the batch size; `_scales` does it per example.
+        self._hooks = _Gradients(model, loss_reduction="sum", strict=False)
 
     def flush(self) -> None:
         found: dict[str, Tensor] = {}
+        passes: list[int] = []  # how many examples each backward pass had
         for name, parameter in self.params.items():
             sample = parameter.grad_sample
             if sample is not None:
-                found[name] = torch.cat(sample) if isinstance(sample, list) else sample
+                parts = sample if isinstance(sample, list) else [sample]
+                passes = [len(part) for part in parts]
+                found[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
         sizes = {len(gradient) for gradient in found.values()}
         if len(sizes) > 1:
             raise QuellError(
@@ -65,8 +69,18 @@ class FlatEngine(Engine):
         if sizes:
             with torch.no_grad():
                 held = {name: self.params[name] for name in found}
-                self._take(sizes.pop(), sum_clipped(lambda: iter([found]), held, self.max_grad_norm))
+                scales = self._scales(passes, next(iter(found.values())).device)
+                self._take(sizes.pop(), sum_clipped(lambda: iter([found]), held, self.max_grad_norm, scales))
         self._drop()
+
+    def _scales(self, passes: Sequence[int], device: torch.device) -> Tensor | float:
+        """From an example's share of a mean loss to its own loss: times the size of its batch."""
+        if not self.mean_loss:
+            return 1.0
+        if len(passes) == 1:
+            return float(passes[0])
+        sizes = torch.tensor(passes, device=device)
+        return sizes.repeat_interleave(sizes).float()
 
     def discard(self) -> None:
         super().discard()

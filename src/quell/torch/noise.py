@@ -16,6 +16,7 @@ from torch import Tensor
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, NoiseSpec, NoiseStream
 from quell.sampling import Batches
+from quell.torch.checks import refuse_user_level
 from quell.torch.clipping import require_clip_norm
 from quell.torch.sharding import local, shard_of
 
@@ -58,6 +59,7 @@ class CorrelatedNoise:
     ) -> None:
         if key is not None and seed is not None:
             raise QuellError("pass a key or a seed, not both")
+        refuse_user_level(plan)
         chosen = select(plan, mechanism)
         self._source = plan, chosen
         self.max_grad_norm = max_grad_norm if isinstance(plan, NoiseSpec) else _clip_norm(max_grad_norm)

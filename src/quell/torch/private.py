@@ -16,6 +16,7 @@ from quell.sampling import Batches
 from quell.torch.checks import (
     refuse_batch_norm,
     refuse_other_data,
+    refuse_user_level,
     refuse_wrong_arguments,
     trainable_parameters,
     warn_about_optimizer,
@@ -126,6 +127,7 @@ def start_run(
     generator: str,
 ) -> Run:
     """Noise and batches of one key, for data and an optimizer that were compared with the plan."""
+    refuse_user_level(plan)
     refuse_other_data(plan, len(dataset_of(data)))
     warn_about_optimizer(plan, optimizer)
     warn_about_sampler(data)

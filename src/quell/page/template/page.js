@@ -29,7 +29,7 @@ function fill(id, lines, tag) {
 
 const COLUMNS = [
   ["σ", row => row.certified ? row.sigma : `≈ ${row.sigma}`], ["RMSE", row => show(row.rmse)], ["MaxSE", row => show(row.maxse)],
-  ["gain", row => `${row.gain.toPrecision(3)}×`], ["gap", row => `${row.gap.toPrecision(3)}×`],
+  ["gain", (row, plan) => `${plan.baseline_estimated || !row.certified ? "≈ " : ""}${row.gain.toPrecision(3)}×`], ["gap", row => `${row.gap.toPrecision(3)}×`],
   ["buffers", row => row.buffers.toLocaleString("en")], ["draws", row => row.draws.toLocaleString("en")],
   ["batches", row => row.sampling], ["noise is", row => row.certified ? "guaranteed" : "estimated"],
 ];
@@ -49,7 +49,7 @@ function showTable(plan) {
     radio.checked = index === chosen;
     radio.addEventListener("change", () => choose(plan, index));
     label.append(` ${row.label}${index === plan.recommended ? " (recommended)" : row.fits ? "" : " (beyond limits)"}`);
-    for (const [, text] of COLUMNS) make(line, "td", {}, text(row));
+    for (const [, text] of COLUMNS) make(line, "td", {}, text(row, plan));
   });
 }
 
@@ -74,7 +74,8 @@ function showChoice(plan) {
 function compared(plan) {
   const rows = [{ row: plan.mechanisms[plan.recommended], kind: "recommended" }];
   if (chosen !== plan.recommended) rows.push({ row: plan.mechanisms[chosen], kind: "chosen" });
-  rows.push({ row: { ...plan.baseline, label: `DP-SGD, ${plan.baseline.sampling} batches` }, kind: "dpsgd" });
+  const label = `DP-SGD, ${plan.baseline.sampling} batches${plan.baseline_estimated ? " (estimated)" : ""}`;
+  rows.push({ row: { ...plan.baseline, label }, kind: "dpsgd" });
   return rows;
 }
 

@@ -1,0 +1,122 @@
+"""`attach`: a plan's batches and noise for a loop that clips by itself, such as one written with torch.func.
+
+`make_private` watches a model; here there is nothing to watch. The loop hands over the sums of its clipped gradients,
+and everything after that is the same: one row of noise per batch, the plan's batches only, checkpoints, the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from quell.errors import QuellError
+from quell.noise import Key
+from quell.torch.clipping import require_clip_norm
+from quell.torch.distributed import copy_from_first_rank
+from quell.torch.engine import Engine
+from quell.torch.loader import PlannedLoader
+from quell.torch.optimizer import PrivateOptimizer
+from quell.torch.private import start_run
+from quell.torch.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from quell.mechanism import Mechanism
+    from quell.planning import Plan
+
+
+def attach(
+    optimizer: Optimizer,
+    params: Mapping[str, nn.Parameter],
+    data: Dataset[Any] | DataLoader[Any],
+    plan: Plan,
+    max_grad_norm: float = 1.0,
+    *,
+    mechanism: str | Mechanism | None = None,
+    physical_batch_size: int | None = None,
+    key: Key | str | Path | None = None,
+    seed: int | None = None,
+    ledger: str | Path | None = None,
+    generator: str = "chacha20",
+) -> tuple[AttachedOptimizer, PlannedLoader]:
+    """Optimizer and loader for a loop that computes clipped sums itself; `params` are what the optimizer trains.
+
+    For every item of the loader: `zero_grad`, `take` the sums, `step`. The other arguments are `make_private`'s.
+
+    >>> import quell, torch
+    >>> from quell.torch import clipped_sum
+    >>> data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.randn(200))
+    >>> plan = quell.plan(examples=200, batch_size=20, epochs=1, epsilon=8, delta=1e-3, memory=0)
+    >>> params = {"w": torch.nn.Parameter(torch.zeros(4))}
+    >>> optimizer, loader = attach(torch.optim.SGD(params.values(), lr=0.1), params, data, plan)
+    >>> def loss(params, x, y):
+    ...     return (params["w"] @ x - y) ** 2
+    >>> for x, y in loader:
+    ...     optimizer.zero_grad()
+    ...     optimizer.take(clipped_sum(loss, params, (x, y), optimizer.max_grad_norm), examples=len(x))
+    ...     _ = optimizer.step()
+    >>> optimizer.privacy_report().epsilon_so_far
+    8.0
+    """
+    bound = require_clip_norm(max_grad_norm)
+    if isinstance(optimizer, PrivateOptimizer):
+        raise QuellError("the optimizer is private already: make a new one for a new run")
+    trained = _in_optimizer_order(optimizer, params)
+    if any(is_sharded(parameter) for parameter in trained.values()):
+        raise QuellError("attach takes whole parameters, and these are sharded: use make_private(clipping='ghost')")
+    run = start_run(optimizer, trained, data, plan, bound, mechanism, key, seed, ledger, generator)
+    copy_from_first_rank(list(trained.values()))
+    return AttachedOptimizer(optimizer, run, GivenSums(trained, bound, "sum")), PlannedLoader(
+        data, run, physical_batch_size
+    )
+
+
+class GivenSums(Engine):
+    """Clipped sums that the loop computed."""
+
+    def flush(self) -> None:
+        """Nothing waits: sums are handed over ready."""
+
+    def take(self, sums: Mapping[str, Tensor], examples: int) -> None:
+        if set(sums) != set(self.params):
+            odd = sorted(set(sums) ^ set(self.params))
+            raise QuellError(f"the sums and the parameters differ in {', '.join(odd)}: pass one sum per parameter")
+        for name, total in sums.items():
+            if total.shape != self.params[name].shape or total.dtype != torch.float32:
+                raise QuellError(
+                    f"the sum of {name} is {total.dtype} of shape {tuple(total.shape)}, the parameter has shape "
+                    f"{tuple(self.params[name].shape)}: pass float32 sums of the parameters' shapes"
+                )
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in sums.values()])))
+        if not norm <= examples * self.max_grad_norm * (1 + 1e-3):
+            raise QuellError(
+                f"the sum has norm {norm:.4g}, more than {examples} gradients clipped to {self.max_grad_norm:g} can "
+                "have: clip every example's gradient before adding up"
+            )
+        self._take(examples, sums)
+
+
+class AttachedOptimizer(PrivateOptimizer):
+    """A private optimizer that is given its gradients. Made by `attach`."""
+
+    _engine: GivenSums
+
+    def take(self, sums: Mapping[str, Tensor], examples: int) -> None:
+        """The float32 sums of `examples` gradients, each clipped to `max_grad_norm`; they become the optimizer's."""
+        with torch.no_grad():
+            self._engine.take(sums, examples)
+
+
+def _in_optimizer_order(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    names = {id(parameter): name for name, parameter in params.items()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if {id(parameter) for parameter in held} != set(names):
+        raise QuellError("params are not the tensors that the optimizer trains: make it from params.values()")
+    if frozen := [names[id(parameter)] for parameter in held if not parameter.requires_grad]:
+        raise QuellError(f"{frozen[0]} does not require a gradient: leave it out, or make it an nn.Parameter")
+    return {names[id(parameter)]: parameter for parameter in held}

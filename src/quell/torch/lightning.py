@@ -1,0 +1,155 @@
+"""Lightning under a plan: a callback that makes the module's optimizer private, and the loader to fit on.
+
+Only public hooks are used: `configure_optimizers` is called through the callback, and the loader, which exists once
+the optimizer does, is handed to `trainer.fit` as something to iterate over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from quell.errors import QuellError
+from quell.torch.loader import PlannedLoader
+from quell.torch.optimizer import PrivateOptimizer
+from quell.torch.private import make_private
+from quell.torch.report import PrivacyReport
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback
+    except ImportError as missing:
+        raise QuellError("quell.torch.lightning needs Lightning: pip install 'quell[trainers]'") from missing
+
+if TYPE_CHECKING:
+    from quell.planning import Plan
+
+
+class Private(Callback):
+    """`trainer = Trainer(callbacks=[private]); trainer.fit(module, private.loader)`.
+
+    `data` is a Dataset or DataLoader; the options are `make_private`'s. `training_step` computes its loss from
+    `self(...)`, with one row of output per example. `replay` is for resuming after a crash; see
+    `PrivateOptimizer.load_state_dict`.
+    """
+
+    def __init__(
+        self, plan: Plan, data: Any, max_grad_norm: float = 1.0, *, replay: bool = False, **options: Any
+    ) -> None:
+        self.plan, self.data, self.max_grad_norm = plan, data, max_grad_norm
+        self.loader = LaterLoader(plan)
+        self.optimizer: PrivateOptimizer | None = None
+        self._replay, self._options = replay, options
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit" or self.optimizer is not None:
+            return
+        _refuse_what_would_break_the_promise(trainer, pl_module, self.plan)
+        configure = pl_module.configure_optimizers
+
+        @wraps(configure)
+        def privately() -> Any:
+            return self._swapped(configure(), pl_module)
+
+        pl_module.configure_optimizers = privately
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.train_dataloader is not self.loader:
+            raise QuellError(
+                "the module is being fitted on other data than planned: trainer.fit(module, private.loader)"
+            )
+
+    def privacy_report(self) -> PrivacyReport:
+        if self.optimizer is None:
+            raise QuellError("nothing was trained yet: call trainer.fit first")
+        return self.optimizer.privacy_report()
+
+    def _swapped(self, configured: Any, module: Any) -> Any:
+        """What `configure_optimizers` returned, with the private optimizer in the place of the plain one."""
+        if isinstance(configured, Optimizer):
+            return self._private(configured, module)
+        if isinstance(configured, LRScheduler):
+            configured.optimizer = self._private(configured.optimizer, module)
+            return configured
+        if isinstance(configured, dict):
+            return {name: self._swapped(value, module) for name, value in configured.items()}
+        if isinstance(configured, (list, tuple)):
+            return type(configured)(self._swapped(value, module) for value in configured)
+        return configured
+
+    def _private(self, optimizer: Optimizer, module: Any) -> PrivateOptimizer:
+        if self.optimizer is None:
+            _, made, self.loader.planned = make_private(
+                module, optimizer, self.data, self.plan, self.max_grad_norm, **self._options
+            )
+            made.load_state_dict = partial(made.load_state_dict, replay=self._replay)  # type: ignore[method-assign]
+            made.step = _counted(made)  # type: ignore[method-assign]
+            self.optimizer = made
+        if optimizer not in (self.optimizer, self.optimizer.original_optimizer):
+            raise QuellError("configure_optimizers returned several optimizers: a plan is for one")
+        return self.optimizer
+
+
+class LaterLoader:
+    """The plan's loader, once there is one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._length = plan.setup.steps_per_epoch
+        self.planned: PlannedLoader | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ready())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._ready().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ready().load_state_dict(state)
+
+    def _ready(self) -> PlannedLoader:
+        if self.planned is None:
+            raise QuellError("this loader works inside trainer.fit, with its callback in Trainer(callbacks=[...])")
+        return self.planned
+
+
+def _counted(optimizer: PrivateOptimizer) -> Any:
+    """`step`, marked as torch marks it when a scheduler is made, so that schedulers know that it was called."""
+    step = optimizer.step
+
+    @wraps(step)
+    def counted(*arguments: Any, **options: Any) -> Any:
+        optimizer._opt_called = True
+        return step(*arguments, **options)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return counted
+
+
+def _refuse_what_would_break_the_promise(trainer: Any, module: Any, plan: Plan) -> None:
+    epochs, steps = plan.epochs, plan.steps
+    problems = {
+        "Lightning on several devices is not supported: pass devices=1, or use make_private in your own loop, which "
+        "is": trainer.world_size > 1,
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: batches are the plan's; for less memory "
+        "pass clipping='microbatch'": trainer.accumulate_grad_batches != 1,
+        "gradient_clip_val clips the noisy mean: leave it out, every example's gradient is clipped to "
+        "max_grad_norm": bool(trainer.gradient_clip_val),
+        f"limit_train_batches={trainer.limit_train_batches} would skip batches of the plan: leave it out": (
+            trainer.limit_train_batches not in (1.0, None)
+        ),
+        f"the trainer's max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps} allow more than the plan: "
+        f"pass max_epochs={epochs}": not (0 <= (trainer.max_epochs or -1) <= epochs or 0 <= trainer.max_steps <= steps),
+        "manual optimization is your own loop: use make_private there": not module.automatic_optimization,
+    }
+    for problem, found in problems.items():
+        if found:
+            raise QuellError(problem)

@@ -1,0 +1,104 @@
+"""What `quell train` does, from a file of arrays to results on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from threadpoolctl import threadpool_limits
+
+from quell.errors import QuellError, require_count, require_finite
+from quell.planning import Plan, make_plan
+from quell.search import Progress
+from quell.setup import Setup
+from quell.torch.clipping import require_clip_norm
+from quell.trial import data, models
+from quell.trial.comparison import Arm, Outcome, Recipe, arms_of, compare
+from quell.trial.results import draw, notes, write_page
+
+
+@dataclass(frozen=True)
+class Files:
+    """What to write, where asked for."""
+
+    weights: Path | None = None
+    plan: Path | None = None
+    report: Path | None = None
+    plot: Path | None = None
+    html: Path | None = None
+
+    @property
+    def wanted(self) -> list[Path]:
+        return [path for each in fields(self) if (path := getattr(self, each.name)) is not None]
+
+
+def train(
+    path: Path,
+    files: Files,
+    progress: Progress,
+    finished: Callable[[Outcome], None],
+    *,
+    model: str = "auto",
+    learning_rate: float | None = None,
+    max_grad_norm: float = 1.0,
+    runs: int = 1,
+    baselines: bool = True,
+    seed: int | None = None,
+    **setup: Any,
+) -> tuple[Recipe, list[Outcome]]:
+    """Plan for the file's examples, train, write. `setup` are the fields of `Setup` that the file does not decide."""
+    _check(files, learning_rate, runs, seed)
+    require_clip_norm(max_grad_norm)
+    arrays = data.load(path, validate=learning_rate is None)
+    models.build(model, arrays.shape, arrays.classes)  # refuses a model that does not fit, before the long part
+    plan = make_plan(Setup(examples=len(arrays.train), **setup), progress)
+    recipe = Recipe(plan, arrays, model, max_grad_norm, seed)
+    arms = arms_of(plan) if baselines else [Arm("planned", plan.mechanism)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small matrices: threads that wait for each other cost more than they save
+    try:
+        with threadpool_limits(1):
+            outcomes = compare(recipe, arms, runs, learning_rate, progress, finished)
+    finally:
+        torch.set_num_threads(threads)
+    _write(files, plan, recipe, outcomes)
+    return recipe, outcomes
+
+
+def _check(files: Files, learning_rate: float | None, runs: int, seed: int | None) -> None:
+    """Refuse now what would otherwise fail after minutes of training."""
+    require_count("runs", runs)
+    if seed is not None:
+        require_count("seed", seed, least=0)
+    if learning_rate is not None and require_finite("lr", learning_rate) <= 0:
+        raise QuellError(f"lr={learning_rate:g} must be positive: 0.1 is a start, or leave it out to search")
+    if files.report is not None and files.report.suffix not in (".md", ".json"):
+        raise QuellError(f"the report {files.report} must end in .md or .json")
+    for path in files.wanted:
+        if not path.parent.is_dir():
+            raise QuellError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def _write(files: Files, plan: Plan, recipe: Recipe, outcomes: list[Outcome]) -> None:
+    """The weights and the report are those of the first planned run: one run, one promise."""
+    if files.plan is not None:
+        plan.save(files.plan)
+    if files.plot is not None:
+        draw(recipe, outcomes, files.plot)
+    if files.html is not None:
+        write_page(recipe, outcomes, files.html)
+    first = outcomes[-1].runs[0]
+    assert first.report is not None
+    try:
+        if files.weights is not None:
+            torch.save(first.model.state_dict(), files.weights)
+        if files.report is not None and files.report.suffix == ".json":
+            files.report.write_text(first.report.json() + "\n", encoding="utf-8")
+        elif files.report is not None:
+            beyond = "".join(f"- {note}\n" for note in notes(recipe, outcomes))
+            files.report.write_text(f"{first.report.markdown()}\n{beyond}", encoding="utf-8")
+    except (OSError, RuntimeError) as problem:
+        raise QuellError(f"cannot write the results: {problem}") from problem

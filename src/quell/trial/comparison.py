@@ -1,0 +1,191 @@
+"""The same model trained without privacy, with DP-SGD and as planned; each at its best of the same learning rates.
+
+Learning rates are compared on examples that are held out from training, the reported accuracies come from test
+examples that nothing was chosen on. DP-SGD gets the accounting that is best for it: Poisson sampling, unless
+the set-up allows fixed batches only.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from quell.mechanism import Mechanism
+from quell.noise import Key, SeededKeyWarning
+from quell.planning import Plan
+from quell.sampling import Cyclic
+from quell.search import Progress
+from quell.strategy import build as build_strategy
+from quell.torch import make_private
+from quell.torch.report import PrivacyReport
+from quell.trial.data import Data, Part
+from quell.trial.models import build
+
+GRID = (0.5, 1.0, 2.0, 4.0, 8.0)  # learning rates to choose from, times 1 - momentum
+SEARCH_RUNS = 2
+_SEARCH_SEEDS = 1_000_000  # added to the seed, so that no searching run is repeated as a reported one
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of training: its name, and the mechanism whose noise it adds (None: not private)."""
+
+    name: str
+    mechanism: Mechanism | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all arms have in common."""
+
+    plan: Plan
+    data: Data
+    model: str = "auto"
+    max_grad_norm: float = 1.0
+    seed: int | None = None  # repeats the runs, and voids their privacy
+
+
+@dataclass(frozen=True)
+class Run:
+    """Accuracy after every epoch, and what came out."""
+
+    accuracies: list[float]
+    model: nn.Module
+    report: PrivacyReport | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All runs of one arm at one learning rate, and what the search saw: learning rate to validation accuracy."""
+
+    arm: Arm
+    learning_rate: float
+    runs: list[Run]
+    searched: dict[float, float] = field(default_factory=dict)
+
+    @property
+    def finals(self) -> list[float]:
+        return [run.accuracies[-1] for run in self.runs]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.finals)
+
+    @property
+    def deviation(self) -> float | None:
+        """Between runs; None where there is one."""
+        return statistics.stdev(self.finals) if len(self.runs) > 1 else None
+
+    @property
+    def curve(self) -> list[float]:
+        """Mean accuracy over the runs after each epoch."""
+        return [statistics.mean(values) for values in zip(*(run.accuracies for run in self.runs), strict=True)]
+
+
+def arms_of(plan: Plan) -> list[Arm]:
+    """Without privacy, DP-SGD at its best, and what the plan recommends."""
+    return [Arm("not private", None), Arm("DP-SGD", dpsgd(plan)), Arm("planned", plan.mechanism)]
+
+
+def dpsgd(plan: Plan) -> Mechanism:
+    """Independent noise for the same promise: with Poisson batches, unless only fixed ones are allowed."""
+    identity = build_strategy("identity", plan.problem.workload, plan.problem.cycle.participation)
+    return plan.problem.priced(identity, Cyclic.name if plan.setup.sampling == Cyclic.name else "poisson")
+
+
+def compare(
+    recipe: Recipe,
+    arms: Sequence[Arm],
+    runs: int,
+    learning_rate: float | None,
+    progress: Progress,
+    finished: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Train every arm `runs` times at the given learning rate, or each at its best one of the grid."""
+    rates = [] if learning_rate is not None else [rate * (1 - recipe.plan.setup.momentum) for rate in GRID]
+    total = len(arms) * (runs + SEARCH_RUNS * len(rates)) * recipe.plan.epochs
+    done = 0
+
+    def trained(arm: Arm, rate: float, seed: int, part: Part, doing: str) -> Run:
+        nonlocal done
+        progress(done, total, f"{arm.name}: {doing}")
+        accuracies, run = [], _Training(recipe, arm, rate, seed)
+        for _ in range(recipe.plan.epochs):
+            run.epoch()
+            accuracies.append(accuracy(run.model, part))
+            done += 1
+            progress(done, total, f"{arm.name}: {doing}, {accuracies[-1]:.1%}")
+        return Run(accuracies, run.model, run.report())
+
+    outcomes = []
+    for arm in arms:
+        searched = {
+            rate: statistics.mean(
+                trained(arm, rate, _SEARCH_SEEDS + i, recipe.data.validation, f"trying lr {rate:g}").accuracies[-1]
+                for i in range(SEARCH_RUNS)
+            )
+            for rate in rates
+        }
+        best = learning_rate if learning_rate is not None else max(searched, key=lambda rate: searched[rate])
+        kept = [trained(arm, best, i, recipe.data.test, f"run {i + 1} of {runs}") for i in range(runs)]
+        outcomes.append(Outcome(arm, best, kept, searched))
+        finished(outcomes[-1])
+    return outcomes
+
+
+def accuracy(model: nn.Module, part: Part) -> float:
+    with torch.no_grad():
+        guesses = [model(batch).argmax(1) for batch in torch.from_numpy(part.x).split(1000)]
+    return float((torch.cat(guesses) == torch.from_numpy(part.y)).float().mean())
+
+
+class _Training:
+    """One run, epoch by epoch. Two runs share a seed only where a seed was asked for."""
+
+    def __init__(self, recipe: Recipe, arm: Arm, rate: float, number: int) -> None:
+        plan, part = recipe.plan, recipe.data.train
+        seed = None if recipe.seed is None else recipe.seed + number
+        self._dice = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=self._dice)))
+            self.model = build(recipe.model, recipe.data.shape, recipe.data.classes)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=plan.setup.momentum)
+        self._tensors = torch.from_numpy(part.x), torch.from_numpy(part.y)
+        self._optimizer, self._loader, self._batches = optimizer, None, plan.setup.steps_per_epoch
+        if arm.mechanism is not None:
+            self.model, self._optimizer, self._loader = make_private(
+                self.model,
+                optimizer,
+                TensorDataset(*self._tensors),
+                plan,
+                recipe.max_grad_norm,
+                mechanism=arm.mechanism,
+                key=None if seed is None else _seeded(seed),
+            )
+
+    def epoch(self) -> None:
+        for x, y in self._loader if self._loader is not None else self._shuffled():
+            self._optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            self._optimizer.step()
+
+    def report(self) -> PrivacyReport | None:
+        return None if self._loader is None else self._optimizer.privacy_report()
+
+    def _shuffled(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = self._tensors
+        for chosen in torch.randperm(len(y), generator=self._dice).tensor_split(self._batches):
+            yield x[chosen], y[chosen]
+
+
+def _seeded(seed: int) -> Key:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SeededKeyWarning)  # notes and the report say it
+        return Key.from_seed(seed)

@@ -1,0 +1,188 @@
+"""Hugging Face's Trainer under a plan, on tiny models with random weights."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from quell.errors import QuellError
+from tests.pytorch.conftest import small_plan
+from tests.pytorch.training import seeded, without_noise
+
+transformers = pytest.importorskip("transformers")
+from quell.torch.huggingface import PrivateTrainer, next_token_losses, token_losses  # noqa: E402
+
+LENGTH, BOUND, RATE = 7, 0.3, 0.5
+
+
+class Sentences(Dataset):
+    """Random tokens, some of them padding; the label is a class or the sentence itself."""
+
+    def __init__(self, causal: bool, count: int = 40) -> None:
+        maker = torch.Generator().manual_seed(2)
+        self.tokens = torch.randint(1, 20, (count, LENGTH), generator=maker)
+        self.lengths = torch.randint(2, LENGTH + 1, (count,), generator=maker)
+        self.causal = causal
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens, mask = self.tokens[index], (torch.arange(LENGTH) < self.lengths[index]).long()
+        labels = tokens.masked_fill(mask == 0, -100) if self.causal else tokens[0] % 3
+        return {
+            "input_ids": tokens * mask,
+            "attention_mask": mask,
+            "position_ids": torch.arange(LENGTH),
+            "labels": labels,
+        }
+
+
+def bert():
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def gpt2():
+    """Tied weights and Conv1D layers, of which Opacus knows nothing."""
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=20,
+        n_positions=LENGTH,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager",  # which vmap understands
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def arguments(folder, **options):
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    plain = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "num_train_epochs": 2}
+    return transformers.TrainingArguments(str(folder), **{**quiet, **plain, "max_grad_norm": BOUND, **options})
+
+
+def trainer_of(model, folder, plan, private=None, options=None, **more):
+    causal = isinstance(model, transformers.GPT2LMHeadModel)
+    return PrivateTrainer(
+        model,
+        arguments(folder, **(options or {})),
+        train_dataset=Sentences(causal),
+        plan=plan,
+        example_losses=next_token_losses if causal else None,
+        private=private,
+        **more,
+    )
+
+
+def step_by_hand(model, data, batch):
+    """One step of clipped SGD by transformers' own loss, one example at a time."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for index in batch:
+        model.zero_grad()
+        model(**{name: value[None] for name, value in data[index].items()}).loss.backward()
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
+        for sums, p in zip(total, model.parameters(), strict=True):
+            sums += p.grad * min(1.0, BOUND / float(norm))
+    with torch.no_grad():
+        for sums, p in zip(total, model.parameters(), strict=True):
+            p -= RATE * sums / 8
+
+
+@pytest.mark.parametrize(("make", "clipping"), [(bert, "flat"), (bert, "ghost"), (gpt2, "flat"), (gpt2, "microbatch")])
+def test_without_noise_training_is_clipped_sgd(tmp_path, make, clipping):
+    plan = without_noise(small_plan())
+    trainer = trainer_of(make(), tmp_path, plan, {"clipping": clipping}, {"max_steps": 3})
+    assert trainer.train().global_step == 3
+    expected = make()
+    for _, batch in zip(range(3), trainer.optimizer.run.batches.starting(0), strict=False):
+        step_by_hand(expected, trainer.train_dataset, batch)
+    for ours, theirs in zip(trainer.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_training_resumes_from_a_checkpoint(plan, tmp_path):
+    key = seeded(8)
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    straight = trainer_of(bert(), tmp_path, plan, {"key": key}, saving)
+    straight.train()
+    resumed = trainer_of(bert(), tmp_path / "again", plan, {"key": key}, replay=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.privacy_report().steps_done == plan.steps
+    for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(QuellError, match="steps \\(2 epochs\\) are done"):
+        resumed.train()
+
+
+def test_evaluation_and_logs_work_and_show_no_gradient_norm(plan, tmp_path):
+    trainer = trainer_of(
+        bert(), tmp_path, plan, None, {"logging_strategy": "steps", "logging_steps": 5}, eval_dataset=Sentences(False)
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert any("loss" in entry for entry in trainer.state.log_history)
+    assert not any("grad_norm" in entry for entry in trainer.state.log_history)
+
+
+def test_an_examples_loss_does_not_depend_on_the_others():
+    logits, labels = torch.randn(3, 5, 4), torch.randint(0, 4, (3, 5))
+    labels[0, 2:], labels[1] = -100, -100
+    together = token_losses({"logits": logits}, labels)
+    alone = torch.cat([token_losses({"logits": logits[i : i + 1]}, labels[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(together, alone)
+    assert together[1] == 0
+    torch.testing.assert_close(together[0], torch.nn.functional.cross_entropy(logits[0, :2], labels[0, :2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_train_epochs": 3}, "pass num_train_epochs=2"),
+        ({"max_steps": 11}, "the plan covers 10 steps"),
+        ({"gradient_accumulation_steps": 2}, "must be 1"),
+        ({"fp16": True}, "use bf16"),
+        ({"label_smoothing_factor": 0.1}, "pass example_losses"),
+    ],
+)
+def test_arguments_that_would_break_the_promise_are_refused(plan, tmp_path, options, message):
+    with pytest.raises(QuellError, match=message):
+        trainer_of(bert(), tmp_path, plan, None, options)
+
+
+def test_a_loss_that_is_not_per_example_is_refused(plan, tmp_path):
+    trainer = trainer_of(bert(), tmp_path, plan)
+    trainer.example_losses = lambda outputs, labels: torch.nn.functional.cross_entropy(outputs["logits"], labels)
+    with pytest.raises(QuellError, match="return one loss for each"):
+        trainer.train()
+    with pytest.raises(QuellError, match="call train"):
+        trainer_of(bert(), tmp_path, plan).privacy_report()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "quell.torch.huggingface")
+    with pytest.raises(QuellError, match="needs transformers and accelerate: pip install 'quell"):
+        importlib.import_module("quell.torch.huggingface")

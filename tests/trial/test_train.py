@@ -1,0 +1,178 @@
+"""`quell train` as a user meets it, on data small enough for seconds."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from quell import cli
+from quell.errors import QuellError
+from quell.planning import Plan, problem_of
+from quell.setup import Setup
+from quell.trial import command, comparison, results
+from quell.trial.models import build
+
+ROOT = Path(__file__).parent.parent.parent
+OPTIONS = ["--epochs", "2", "--batch-size", "20", "--epsilon", "8", "--delta", "1e-3", "--sampling", "cyclic"]
+
+
+@pytest.fixture(autouse=True)
+def quick_plans(monkeypatch):
+    """Two mechanisms instead of a search over all of them."""
+
+    def plan(setup: Setup, progress=None) -> Plan:
+        problem = problem_of(setup)
+        return Plan(setup, (problem.price("bisr", bands=4), problem.price("identity")), 0)
+
+    monkeypatch.setattr(command, "make_plan", plan)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Two well separated clouds."""
+    maker = np.random.default_rng(3)
+    y = maker.integers(0, 2, 200)
+    np.savez(tmp_path / "data.npz", x=maker.normal(size=(200, 6)) + 4 * y[:, None], y=y)
+    return tmp_path / "data.npz"
+
+
+def train(file, *arguments: str):
+    result = CliRunner().invoke(cli.app, ["train", str(file), *OPTIONS, *arguments], env={"COLUMNS": "80"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_train_shows_three_rows_and_writes_what_was_asked_for(file, tmp_path):
+    names = ["weights.pt", "plan.json", "report.md", "curves.png", "page.html"]
+    options = ["--save-weights", "--save-plan", "--save-report", "--plot", "--html"]
+    wanted = [part for option, name in zip(options, names, strict=True) for part in (option, str(tmp_path / name))]
+    text = train(file, "--lr", "0.1", "--runs", "2", *wanted).stdout
+    for shown in (
+        "not private",
+        "DP-SGD",
+        "planned",
+        "Promise of the planned run: (8, 0.001)-DP",
+        "spends as much again",
+    ):
+        assert shown in " ".join(text.split())
+    assert "…" not in text.split("At the same")[0], "the table is cut off in 80 columns"
+    model = build("auto", (6,), 2)
+    model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    report = (tmp_path / "report.md").read_text()
+    assert "256 bits from the operating system" in report
+    assert "spends as much again" in report
+    assert json.loads((tmp_path / "plan.json").read_text())["setup"]["examples"] == 150
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "page.html").read_text()
+    assert "planned" in page
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_model_without_privacy_learns_and_json_tells_all(file):
+    found = json.loads(train(file, "--seed", "1", "--lr", "0.1", "--json").stdout)
+    plain, dpsgd, planned = found["arms"]
+    assert plain["finals"][0] > 0.95
+    assert [len(arm["curve"]) for arm in found["arms"]] == [2, 2, 2]
+    assert (dpsgd["mechanism"], dpsgd["batches"], planned["batches"]) == ("independent noise", "cyclic", "cyclic")
+    assert any("voids their privacy" in note for note in found["notes"])
+
+
+def test_a_seed_repeats_the_runs_and_no_seed_does_not(file):
+    def weights(*arguments: str) -> torch.Tensor:
+        path = file.with_name("weights.pt")
+        train(file, "--no-baselines", "--lr", "0.1", "--save-weights", str(path), *arguments)
+        return torch.cat([value.ravel() for value in torch.load(path, weights_only=True).values()])
+
+    assert torch.equal(weights("--seed", "4"), weights("--seed", "4"))
+    assert not torch.equal(weights("--seed", "4"), weights("--seed", "5"))
+    assert not torch.equal(weights(), weights())
+
+
+def test_the_search_tries_the_same_rates_for_all_on_held_out_examples(file, monkeypatch):
+    asked = []
+    real = comparison.accuracy
+    monkeypatch.setattr(comparison, "accuracy", lambda model, part: (asked.append(len(part)), real(model, part))[1])
+    monkeypatch.setattr(comparison, "GRID", (0.5, 1.0))
+    found = json.loads(train(file, "--epochs", "1", "--json").stdout)
+    for arm in found["arms"]:
+        assert list(arm["searched"]) == ["0.05", "0.1"]
+        best = max(arm["searched"].values())
+        assert arm["searched"][arm["learning_rate"]] == best
+    held_out, test = 22, 50
+    assert asked == ([held_out] * 2 * comparison.SEARCH_RUNS + [test]) * 3
+    assert any("22 examples held out" in note for note in found["notes"])
+
+
+def test_dpsgd_gets_poisson_batches_where_schemes_are_free():
+    setup = Setup(examples=20, batch_size=10, epochs=1, epsilon=2, delta=1e-3, sampling="balls_in_bins")
+    problem = problem_of(setup)
+    plan = Plan(setup, (problem.price("identity"),), 0)
+    free = comparison.dpsgd(plan)
+    assert free.guarantee.sampling == "poisson"
+    assert (free.guarantee.epsilon, free.guarantee.delta) == (2, 1e-3)
+
+
+def test_the_verdict_claims_no_more_than_the_runs_show():
+    def outcome(name: str, *finals: float) -> comparison.Outcome:
+        runs = [comparison.Run([final], torch.nn.Identity(), None) for final in finals]
+        return comparison.Outcome(comparison.Arm(name, None), 0.1, runs)
+
+    above = results.verdict([outcome("DP-SGD", 0.90, 0.91), outcome("planned", 0.92, 0.93)])
+    assert above is not None
+    assert "+2.0 points" in above
+    assert "every planned run above" in above
+    for finals, words in (((0.92, 0.905), "chance"), ((0.8, 0.85), "below every"), ((0.8,), "shows little")):
+        assert words in str(results.verdict([outcome("DP-SGD", 0.90, 0.91), outcome("planned", *finals)]))
+    assert results.verdict([outcome("planned", 0.9)]) is None
+
+
+@pytest.mark.parametrize(("shape", "layer"), [((1, 8, 8), "Conv2d"), ((64,), "Linear"), ((3, 4, 5), "Conv2d")])
+def test_models_fit_the_shape_of_examples(shape, layer):
+    model = build("auto", shape, 7)
+    assert layer in str(model)
+    assert model(torch.zeros(2, *shape)).shape == (2, 7)
+    assert build("linear", shape, 7)(torch.zeros(2, *shape)).shape == (2, 7)
+
+
+WRONG = {
+    "there is no model": ["--model", "transformer"],
+    "a cnn needs images": ["--model", "cnn"],
+    "lr=-1 must be positive": ["--lr", "-1"],
+    "runs=0": ["--runs", "0"],
+    "must end in .md or .json": ["--save-report", "report.pdf"],
+    "there is no folder": ["--save-weights", "nowhere/weights.pt"],
+    "larger than the data set": ["--batch-size", "1000"],
+    "max_grad_norm": ["--clip", "0"],
+    "seed=-1": ["--seed", "-1"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_options_are_refused_before_training(file, message, monkeypatch):
+    monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("training began"))
+    with pytest.raises(QuellError, match=message.replace(".", r"\.")):
+        train(file, *WRONG[message])
+
+
+@pytest.mark.slow
+def test_on_digits_every_planned_run_beats_every_dpsgd_run(tmp_path, monkeypatch):
+    """The claim of `make demo`, by its own command, with the whole plan and the search over learning rates."""
+    monkeypatch.undo()
+    recipe = (ROOT / "Makefile").read_text()
+    line = next(line for line in recipe.splitlines() if "quell train" in line)
+    options = line.split("demo/digits.npz")[1].split("--plot")[0].split()
+    runpy.run_path(str(ROOT / "examples" / "digits.py"))["write"](str(tmp_path / "digits.npz"))
+    result = CliRunner().invoke(cli.app, ["train", str(tmp_path / "digits.npz"), *options, "--json"])
+    assert result.exit_code == 0, result.output
+    plain, dpsgd, planned = json.loads(result.stdout)["arms"]
+    assert len(planned["finals"]) == 3
+    assert min(planned["finals"]) > max(dpsgd["finals"])
+    assert np.mean(plain["finals"]) > np.mean(planned["finals"])
