@@ -218,7 +218,8 @@ def test_a_replay_starts_from_the_weights_and_options_of_the_checkpoint(plan):
     with pytest.raises(QuellError, match=r"lr of parameter group 0 was 0\.1 and is 0\.5"):
         train(model, optimizer, loader, steps=1)
     assert not again
-    optimizer.load_state_dict(state, replay=True)  # random numbers too: the refused steps have used some
+    torch.manual_seed(99)
+    optimizer.load_state_dict(state, replay=True)  # brings back the random numbers that dropout used
     train(model, optimizer, loader, steps=3)
     assert all(torch.equal(a, b) for a, b in zip(sums, again, strict=True))
 
@@ -339,3 +340,18 @@ def test_messages_that_name_the_way_out(plan):
     gradients(model, optimizer, *next(batches))
     with pytest.raises(QuellError, match="physical_batch_size="):
         next(batches)  # "accumulation" over two batches
+
+
+@pytest.mark.parametrize("clipping", MODES)
+def test_a_summed_loss_bounds_what_one_example_can_do(clipping, plan):
+    """Class weights: a weighted mean divides by the others' weights too, so the docs say to sum."""
+    weights = torch.tensor([1.0, 1000.0, 1.0])
+    x, y = examples()[:9][0], torch.tensor([0, 2, 0, 2, 0, 2, 0, 2, 1])
+
+    def clipped(count, reduction):
+        model, optimizer, _ = private(plan, clipping, loss_reduction=reduction)
+        (0.5 * criterion(model(x[:count]), y[:count], weight=weights, reduction=reduction)).backward()
+        return torch.cat([total.flatten() for total in optimizer._engine.collect()[1]])
+
+    assert float((clipped(9, "sum") - clipped(8, "sum")).norm()) <= 1.0 + 1e-5
+    assert float((clipped(9, "mean") - clipped(8, "mean")).norm()) > 1.2  # why the docs insist

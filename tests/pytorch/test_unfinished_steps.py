@@ -71,6 +71,25 @@ def test_a_refused_step_leaves_nothing_behind(clipping, plan):
 
 
 @pytest.mark.parametrize("clipping", MODES)
+def test_a_refused_step_takes_the_parts_before_it_along(clipping, plan):
+    """Stepping on once more is no way around: the batch has to come again from its first part."""
+    model, optimizer, loader = private(plan, clipping, physical_batch_size=4)
+    found = released(optimizer)
+    batches = iter(loader)
+    one_step(model, optimizer, next(batches))
+    second = next(batches)
+    gradients(model, optimizer, *examples()[:16])
+    with pytest.raises(QuellError, match="of 16 examples"):
+        optimizer.step()
+    assert optimizer.run.unfinished.sums is None
+    with pytest.raises(QuellError, match="without a batch of the plan"):
+        one_step(model, optimizer, second)
+    with pytest.raises(QuellError, match="but part 1 of step 0 is due"):
+        next(batches)
+    assert not found
+
+
+@pytest.mark.parametrize("clipping", MODES)
 def test_half_a_batch_that_was_interrupted_is_forgotten(clipping, plan):
     model, optimizer, loader = private(plan, clipping, physical_batch_size=4)
     found = released(optimizer)

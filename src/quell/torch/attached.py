@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from quell.errors import QuellError
 from quell.noise import Key
+from quell.torch.checks import refuse_wrong_arguments
 from quell.torch.clipping import require_clip_norm
-from quell.torch.distributed import copy_from_first_rank
+from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine import Engine
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
@@ -66,14 +67,19 @@ def attach(
     bound = require_clip_norm(max_grad_norm)
     if isinstance(optimizer, PrivateOptimizer):
         raise QuellError("the optimizer is private already: make a new one for a new run")
+    refuse_wrong_arguments(optimizer, data, plan)
     trained = _in_optimizer_order(optimizer, params)
     if any(is_sharded(parameter) for parameter in trained.values()):
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private(clipping='ghost')")
     run = start_run(optimizer, trained, data, plan, bound, mechanism, key, seed, ledger, generator)
-    copy_from_first_rank(list(trained.values()))
-    return AttachedOptimizer(optimizer, run, GivenSums(trained, bound, "sum")), PlannedLoader(
-        data, run, physical_batch_size
-    )
+    try:
+        require_agreement({**run.settings(), "physical_batch_size": physical_batch_size})
+        loader = PlannedLoader(data, run, physical_batch_size)
+        copy_from_first_rank(list(trained.values()))
+    except BaseException:
+        run.noise.close()  # so that the key can be used by the next attempt
+        raise
+    return AttachedOptimizer(optimizer, run, GivenSums(trained, bound, "sum")), loader
 
 
 class GivenSums(Engine):

@@ -25,7 +25,7 @@ class PlanMismatchWarning(UserWarning):
 def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any) -> None:
     """Say which argument is not what it should be, before anything is made of it."""
     if isinstance(data, Plan):
-        raise QuellError("data and plan are swapped: make_private(model, optimizer, data, plan)")
+        raise QuellError("data and plan are swapped: the data comes before the plan")
     if isinstance(plan, Mechanism):
         raise QuellError("plan is a Mechanism: pass the plan itself, and mechanism= to choose one")
     if not isinstance(plan, Plan):

@@ -39,8 +39,8 @@ def require_agreement(settings: Mapping[str, Any]) -> None:
         for name, value in settings.items():
             if other[name] != value:
                 raise QuellError(
-                    f"rank {rank} has {name} {other[name]}, rank {world()[0]} has {value}: call make_private with the "
-                    "same arguments on every rank"
+                    f"rank {rank} has {name} {other[name]}, rank {world()[0]} has {value}: pass the same arguments "
+                    "on every rank"
                 )
 
 

@@ -40,8 +40,8 @@ class CorrelatedNoise:
     >>> noise = CorrelatedNoise(plan, {"w": torch.zeros(300, 10)}, max_grad_norm=1.0)
     >>> summed = {"w": torch.zeros(300, 10)}
     >>> noise.add_(summed)
-    >>> noise.step, bool(summed["w"].std() > 0)
-    (1, True)
+    >>> noise.step, bool(summed["w"].std() > 0), len(noise.batches(examples=1000))
+    (1, True, 30)
     """
 
     def __init__(

@@ -100,8 +100,8 @@ def make_private(
     refuse_batch_norm(model)
     run = start_run(optimizer, params, data, plan, bound, mechanism, key, seed, ledger, generator)
     try:
-        require_agreement({**run.settings(), "clipping": clipping, "loss_reduction": loss_reduction})
-        require_agreement({"physical_batch_size": physical_batch_size})
+        own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
+        require_agreement({**run.settings(), **own})
         loader = PlannedLoader(data, run, physical_batch_size)
         sharded = any(is_sharded(parameter) for parameter in params.values())
         if not sharded:
