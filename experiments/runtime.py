@@ -187,6 +187,9 @@ def measure(name: str, device: torch.device, rounds: int, smoke: bool, results: 
     model = MODELS[name](device, smoke)
     made = {kind: make() for kind, make in kinds(model.params).items()}
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in made}
+    for noise in made.values():
+        for _ in range(16):  # early steps have fewer old draws to make again
+            noise.add_({key: torch.zeros_like(param) for key, param in model.params.items()})
     for turn in range(rounds + 1):
         for kind, noise in made.items():
             x, y = model.example(model.batch_size), torch.randint(10, (model.batch_size,), device=device)
@@ -212,6 +215,7 @@ def measure(name: str, device: torch.device, rounds: int, smoke: bool, results: 
             batch_size=model.batch_size,
             micro_batch=model.micro_batch,
             rounds=rounds,
+            warm=True,
             step_seconds=step,
             noise_seconds=noise_only,
             epoch_seconds=step * per_epoch,

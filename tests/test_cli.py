@@ -260,3 +260,8 @@ def test_progress_counts_only_what_is_known():
     assert str(cli._Count().render(progress.tasks[task])) == ""
     progress.update(task, completed=3, total=7)
     assert str(cli._Count().render(progress.tasks[task])) == "3/7"
+
+
+def test_fast_does_not_silently_drop_a_scheme():
+    with pytest.raises(QuellError, match="--fast goes without amplification"):
+        quell(*PLAN, "--sampling", "poisson")

@@ -34,7 +34,23 @@ _HOMES = {
 }
 
 
-_ROOMS = ("bounds", "error", "page", "privacy", "research", "sampling", "sensitivity", "strategy", "torch", "workload")
+_ROOMS = (
+    "bounds",
+    "costs",
+    "error",
+    "noise",
+    "objective",
+    "page",
+    "privacy",
+    "questions",
+    "quick",
+    "research",
+    "sampling",
+    "sensitivity",
+    "strategy",
+    "torch",
+    "workload",
+)
 
 
 def __getattr__(name: str) -> Any:

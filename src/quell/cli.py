@@ -189,7 +189,7 @@ def plan(
         learning_rates=schedule,
         memory=_memory(memory, parameters),
         draws=draws,
-        sampling=Cyclic.name if fast else sampling,
+        sampling=_sampling(sampling, fast),
         objective=objective,
         adaptive=adaptive,
         time_limit=_time_limit(noise_share, step_seconds, parameters, device),
@@ -432,7 +432,7 @@ def train(
     try:
         from quell.trial import command, results
     except ModuleNotFoundError as missing:
-        raise QuellError(f"quell train needs {missing.name}: pip install 'quell[torch]'") from missing
+        raise QuellError(f"quell train needs {missing.name}: pip install -c constraints.txt '.[torch]'") from missing
 
     with _progress() as advance:
         recipe, outcomes = command.train(
@@ -542,6 +542,14 @@ def _memory(text: str, parameters: int | None) -> float | None:
     if parameters is None:
         raise QuellError(f"memory={text!r} needs --parameters, the size of the model, as well")
     return size * 1e9 / (4 * require_count("parameters", parameters))
+
+
+def _sampling(sampling: str, fast: bool) -> str:
+    if not fast:
+        return sampling
+    if scheme_names(sampling) not in (scheme_names("best"), (Cyclic.name,)):
+        raise QuellError(f"--fast goes without amplification, so it does not go with --sampling {sampling}: drop one")
+    return Cyclic.name
 
 
 def _time_limit(

@@ -100,5 +100,5 @@ def test_a_missing_package_is_named(monkeypatch):
     for name in ("lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "quell.torch.lightning")
-    with pytest.raises(QuellError, match="needs Lightning: pip install 'quell"):
+    with pytest.raises(QuellError, match="needs Lightning: pip install -c"):
         importlib.import_module("quell.torch.lightning")

@@ -111,9 +111,11 @@ def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
 def optimizer_mismatches(plan: Plan, optimizer: Optimizer) -> list[str]:
     setup = plan.setup
     if not isinstance(optimizer, SGD):
+        if setup.adaptive:
+            return []
         return [
-            f"the plan's noise is shaped for SGD, and {type(optimizer).__name__} is not: privacy holds, but compare "
-            "with mechanism='identity' before you trust the plan's ranking"
+            f"the plan's noise is shaped for SGD, and {type(optimizer).__name__} is not: privacy holds, but plan with "
+            "adaptive=True, and compare with DP-SGD: mechanism=plan.problem.price('identity')"
         ]
     found = []
     for group in optimizer.param_groups:

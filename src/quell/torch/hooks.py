@@ -25,7 +25,7 @@ try:
     from opacus.optimizers import DPOptimizer
 except ImportError as missing:
     raise QuellError(
-        "clipping='flat' and 'ghost' use Opacus: pip install 'quell[torch]', or use clipping='microbatch'"
+        "clipping='flat' and 'ghost' use Opacus: pip install -c constraints.txt '.[torch]', or take 'microbatch'"
     ) from missing
 
 from quell.torch.clipping import clip_factors, sum_clipped

@@ -182,7 +182,10 @@ def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
         if row.name == mechanism:
             return row
     names = ", ".join(row.name for row in offered) or "none"
-    raise QuellError(f"the plan has no mechanism {mechanism!r}: it has {names}; or price one with plan.problem.price")
+    raise QuellError(
+        f"the plan has certified no mechanism {mechanism!r}, only {names}: pass one that you price for it, such as "
+        "mechanism=plan.problem.price('bisr', bands=4)"
+    )
 
 
 def _certified(chosen: Any) -> Any:
