@@ -239,8 +239,9 @@ def test_strategies_optimised_for_another_separation_have_names_of_their_own():
 def test_ctrl_c_ends_with_one_line():
     """As from a terminal: SIGINT in the middle of a plan."""
     long = [*PLAN[:1], *PLAN[2:], "--momentum", "0.9"]
+    take = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # ignored in background jobs
     child = subprocess.Popen(
-        [sys.executable, "-c", "import time, quell.cli as c; print('ready', flush=True); c.main()", *long],
+        [sys.executable, "-c", f"{take}; import quell.cli as c; print('ready', flush=True); c.main()", *long],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -249,7 +250,10 @@ def test_ctrl_c_ends_with_one_line():
     assert child.stdout.readline() == "ready\n"
     time.sleep(0.5)
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
+    try:
+        _, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert errors.splitlines() == ["quell: interrupted"]
     assert child.returncode == 130
 
