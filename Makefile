@@ -39,6 +39,8 @@ demo: $(STAMP)  ## train on digits without privacy, with DP-SGD and as planned; 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/strategies.py --quick
+	$(BIN)/python benchmarks/accounting.py --quick
+	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/noise_cpu.py
 	$(BIN)/python benchmarks/torch_step.py --models cnn --rounds 5
 
