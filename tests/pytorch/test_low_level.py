@@ -138,7 +138,7 @@ def test_noise_goes_on_from_its_state(plan):
 
 
 def test_a_mechanism_the_plan_lacks_is_named(plan):
-    with pytest.raises(QuellError, match="no mechanism 'magic': it has"):
+    with pytest.raises(QuellError, match="certified no mechanism 'magic', only "):
         CorrelatedNoise(plan, [torch.zeros(1)], 1.0, mechanism="magic")
     with pytest.raises(QuellError, match="max_grad_norm is missing"):
         CorrelatedNoise(plan, [torch.zeros(1)])
