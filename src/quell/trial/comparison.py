@@ -1,7 +1,7 @@
 """The same model trained without privacy, with DP-SGD and as planned; each at its best of the same learning rates.
 
 Learning rates are compared on examples that are held out from training, the reported accuracies come from test
-examples that nothing was chosen on. DP-SGD gets the accounting that is best for it: Poisson sampling, unless
+examples that no learning rate was chosen on. DP-SGD gets the accounting that is best for it: Poisson sampling, unless
 the set-up allows fixed batches only.
 """
 
