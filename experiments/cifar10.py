@@ -6,7 +6,8 @@ Stages, each continuing where it stopped:
   paper    the paper's recipe (Table 1: clip 10 and its learning rates, PyTorch's initial weights), three seeds; all
            50,000 images with the real test set, and the paper's 40,000/10,000 split of the training set
   explore  initial weights, clip norm and learning rate for amplified BISR; judged on 10,000 held-out training images
-  main     with those weights and that clip norm, the learning rate of every mechanism, judged on the same images; then
+  main     with those weights and that clip norm, the learning rate of every mechanism (also of what `quell plan` picks,
+           and of DP-SGD and BandMF with the Poisson sampling that suits them best), judged on the same images; then
            every mechanism as tuned, on all 50,000 images and the real test set, three seeds
 No choice ever looks at the test set. As in the papers, the choices themselves are not accounted for.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 from common import PLANS, RESULTS, Entry, Results, read_json
-from plans import PAPER, TRAINING, plan_name
+from plans import PAPER, PEERS, PLANNED, plan_name
 from training import Job, load, run_all
 
 SEEDS = (1, 2, 3)
@@ -62,6 +63,11 @@ def explore_jobs() -> list[Job]:
 
 
 Setting = tuple[str, float, str]  # label, ε, sampling
+SETTINGS: list[Setting] = [
+    (PLANNED, 9.0, "balls_in_bins"),
+    *((label, 9.0, sampling) for sampling, choices in PEERS.items() for label in choices),
+    *((label, 9.0, sampling) for sampling in SAMPLINGS for label in PAPER),
+]
 Trainer = Callable[[list[Job], Results], None]
 
 
@@ -72,10 +78,12 @@ def tune(
     searches: Results,
     train: Trainer,
     bf16: bool = False,
+    finer: bool = False,
 ) -> dict[Setting, Entry]:
     """For each setting the run that did best on held-out images, over multiples of the explored learning rate.
 
-    The factors of its ε are tried first; while the best is the smallest so far, half of it is tried too.
+    The factors of its ε are tried first; while the best is the smallest so far, half of it is tried too. `finer` then
+    tries the two rates between the best and its neighbours.
     """
 
     def jobs(setting: Setting) -> list[Job]:
@@ -89,6 +97,11 @@ def tune(
         for setting, run in best.items():
             if run["rate"] == explored["rate"] * tried[setting][-1]:
                 tried[setting].append(tried[setting][-1] / 2)
+    if finer:
+        for setting, run in best.items():
+            tried[setting] += [run["rate"] / explored["rate"] * step for step in (2**-0.5, 2**0.5)]
+        train([job for setting in tried for job in jobs(setting)], searches)
+        best = {setting: best_of(searches, jobs(setting)) for setting in tried}
     return best
 
 
@@ -140,8 +153,8 @@ def main() -> None:
             train(explore_jobs()[:most], searches)
         else:
             explored = best_of(searches, explore_jobs())
-            settings = [(label, 9.0, sampling) for sampling in SAMPLINGS for label in PAPER | TRAINING][:most]
-            train(final_jobs(tune(explored, settings, {9.0: FACTORS}, searches, train)), results)
+            found = tune(explored, SETTINGS[:most], {9.0: FACTORS}, searches, train, finer=True)
+            train(final_jobs(found), results)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 
 from quell import __version__, strategy, workload
 from quell.noise import NoiseSpec
-from quell.sampling import BallsInBins, Cyclic, Participation, Scheme
+from quell.sampling import BallsInBins, Cyclic, CyclicPoisson, Participation, Poisson, Scheme
 from quell.strategy import Strategy
 
 HERE = Path(__file__).parent
@@ -97,9 +97,15 @@ def strategy_of(plan: Entry) -> Strategy:
 
 def scheme_of(plan: Entry) -> Scheme:
     """The batches that the plan's noise was certified for; fixed ones are cut from a random order."""
-    if plan["sampling"] == BallsInBins.name:
-        return BallsInBins(plan["steps"], plan["separation"])
-    return Cyclic(plan["steps"], plan["separation"], shuffle=True)
+    steps, epoch = plan["steps"], plan["separation"]
+    match plan["sampling"]:
+        case BallsInBins.name:
+            return BallsInBins(steps, epoch)
+        case Poisson.name:
+            return Poisson(steps, 1 / epoch)
+        case CyclicPoisson.name:
+            return CyclicPoisson.of_fraction(steps, plan["bands"], 1 / epoch)
+    return Cyclic(steps, epoch, shuffle=True)
 
 
 def noise_of(plan: Entry, max_grad_norm: float) -> NoiseSpec:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import PLANS, RESULTS, Entry, Results, noise_of, read_json, scheme_of
-from plans import TEXT, plan_name
+from plans import PEERS, TEXT, plan_name
 from torch import Tensor
 from torch.nn import functional
 from training import SPLIT_SEED, secret
@@ -31,8 +31,9 @@ from quell.sampling import Batches
 from quell.torch import CorrelatedNoise, clipped_sum
 
 TOKENS, LAYERS, HEADS, CLIP = 128, 6, 12, 1.0
-RATES = (0.1, 0.3, 1.0, 3.0)
+RATES = (0.3, 1.0, 3.0, 10.0)
 SEEDS = (1, 2, 3)
+SETTINGS = [*((label, "balls_in_bins") for label in TEXT), *((label, "poisson") for label in PEERS["poisson"])]
 Params = dict[str, Tensor]
 
 
@@ -137,13 +138,13 @@ def train(
     moments = {name: torch.zeros_like(value) for name, value in params.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SeededKeyWarning)  # public data, and runs that can be repeated
-        key = Key.from_seed(int.from_bytes(secret(f"imdb {plan['label']} {rate} {seed}"), "little"))
+        key = Key.from_seed(int.from_bytes(secret(f"imdb {plan['label']} {plan['sampling']} {rate} {seed}"), "little"))
     noise = CorrelatedNoise(noise_of(plan, CLIP), params, key=key)
     batches = Batches(scheme_of(plan), len(chosen), secret(f"imdb batches {seed}"))
     for number, batch in enumerate(batches):
         if number == steps:
             break
-        grads = clipped_sum(loss, params, reviews[chosen[torch.from_numpy(batch).to(device)]], CLIP, micro_batch=128)
+        grads = clipped_sum(loss, params, reviews[chosen[torch.from_numpy(batch).to(device)]], CLIP, micro_batch=1024)
         noise.add_(grads)
         for name, value in params.items():
             moments[name].mul_(plan["momentum"]).add_(grads[name], alpha=(1 - plan["momentum"]) / batches.expected_size)
@@ -178,10 +179,10 @@ def experiment(inputs: Path, output: Path, smoke: bool) -> None:
     kept = len(everything) * 4 // 5
     plans, results = read_json(PLANS / "imdb.json"), Results(output / "imdb.json")
 
-    def run(label: str, size: str, rate: float, seed: int) -> float:
-        name, started = f"{label} | {size} | lr {rate:g} | seed {seed}", time.time()
+    def run(label: str, sampling: str, size: str, rate: float, seed: int) -> float:
+        name, started = f"{plan_name(label, 9, sampling, size)} | lr {rate:g} | seed {seed}", time.time()
         if name not in results.runs:
-            plan = plans[plan_name(label, 9, "balls_in_bins", size)]
+            plan = plans[plan_name(label, 9, sampling, size)]
             chosen = everything if size == "full" else everything[:kept]
             params = train(plan, weights, training, chosen, rate, seed, 1 if smoke else None)
             judged = (test, everything[: len(test.labels)]) if size == "full" else (training, everything[kept:])
@@ -189,6 +190,7 @@ def experiment(inputs: Path, output: Path, smoke: bool) -> None:
             results.add(
                 name,
                 label=label,
+                sampling=sampling,
                 size=size,
                 rate=rate,
                 seed=seed,
@@ -199,10 +201,10 @@ def experiment(inputs: Path, output: Path, smoke: bool) -> None:
             print(f"{found:6.2f}%  {time.time() - started:5.1f} s  {name}", flush=True)
         return float(results.runs[name]["accuracy"])
 
-    for label in TEXT:
-        best = max(RATES, key=lambda rate: run(label, "held-out", rate, 0))
+    for label, sampling in SETTINGS:
+        best = max(RATES, key=lambda rate: run(label, sampling, "held-out", rate, 0))
         for seed in SEEDS:
-            run(label, "full", best, seed)
+            run(label, sampling, "full", best, seed)
 
 
 def main() -> None:

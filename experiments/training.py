@@ -22,7 +22,7 @@ from common import Entry, Results, noise_of, scheme_of
 from torch import Tensor
 
 from quell.noise import Key, NoiseStream, SeededKeyWarning
-from quell.sampling import Batches
+from quell.sampling import BallsInBins, Batches, Cyclic
 
 SPLIT_SEED = 2505  # which 10,000 training images are held out
 
@@ -109,9 +109,11 @@ class Training:
         scheme = scheme_of(plan)
         batches = Batches(scheme, len(train.labels), secret(f"batches {job.seed}"))
         self.expected_size, self.steps = batches.expected_size, scheme.steps
-        # Ten epochs; where the separation does not divide the steps, what is left over belongs to the last one.
-        self.epoch_ends = {*range(scheme.separation, self.steps - scheme.separation + 1, scheme.separation), self.steps}
-        rows = [batches.at(step) for step in range(scheme.separation)]
+        epoch = plan["separation"]
+        # Ten epochs; where an epoch's steps do not divide all of them, what is left over belongs to the last one.
+        self.epoch_ends = {*range(epoch, self.steps - epoch + 1, epoch), self.steps}
+        repeats = isinstance(scheme, Cyclic | BallsInBins)  # every epoch has the same batches
+        rows = [batches.at(step) for step in range(epoch if repeats else self.steps)]
         width = -(-max(map(len, rows)) // 32) * 32
         table = np.full((len(rows), width), -1)
         for row, batch in zip(table, rows, strict=True):
