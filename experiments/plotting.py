@@ -34,7 +34,8 @@ def lines(name: str, points: Iterable[Entry], x_label: str, y_label: str, log: s
         if "y" in log:
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
-    axes.flat[0].legend(fontsize="small")
+    handles, names = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize="small", loc="outside lower center", ncols=4)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
     IMAGES.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def cifar10(runs: dict[str, Entry]) -> str:
     tuned = tuned_runs()
     rows = []
     for sampling, word in (SAMPLINGS | POISSON).items():
-        for label in [*(PEERS[sampling] if sampling in PEERS else PAPER), PLANNED]:
+        for label in [*PEERS.get(sampling, PAPER), PLANNED]:
             key = (label, sampling)
             ours = tuned.get(key, [])
             cells = [by_recipe.get((10.0, "held-out", *key), []), by_recipe.get((10.0, "full", *key), []), ours]
