@@ -23,8 +23,8 @@ from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine import Engine
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
-from quell.torch.private import start_run
 from quell.torch.sharding import is_sharded
+from quell.torch.start import NoiseOptions, started_run
 
 if TYPE_CHECKING:
     from quell.mechanism import Mechanism
@@ -44,6 +44,7 @@ def attach(
     seed: int | None = None,
     ledger: str | Path | None = None,
     generator: str = "chacha20",
+    noise_memory: float = 0.0,
 ) -> tuple[AttachedOptimizer, PlannedLoader]:
     """Optimizer and loader for a loop that computes clipped sums itself; `params` are what the optimizer trains.
 
@@ -71,14 +72,11 @@ def attach(
     trained = _in_optimizer_order(optimizer, params)
     if any(is_sharded(parameter) for parameter in trained.values()):
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private(clipping='ghost')")
-    run = start_run(optimizer, trained, data, plan, bound, mechanism, key, seed, ledger, generator)
-    try:
+    options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory)
+    with started_run(optimizer, trained, data, plan, bound, options) as run:
         require_agreement({**run.settings(), "physical_batch_size": physical_batch_size})
         loader = PlannedLoader(data, run, physical_batch_size)
         copy_from_first_rank(list(trained.values()))
-    except BaseException:
-        run.noise.close()  # so that the key can be used by the next attempt
-        raise
     return AttachedOptimizer(optimizer, run, GivenSums(trained, bound, "sum")), loader
 
 
