@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import refuse_wrong_arguments
-from quell.torch.clipping import require_clip_norm
+from quell.torch.clipping import Clipped, norm_of, require_clip_norm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine import Engine
 from quell.torch.loader import PlannedLoader
@@ -83,6 +83,8 @@ def attach(
 class GivenSums(Engine):
     """Clipped sums that the loop computed."""
 
+    if_not_clipped = "clip every example's gradient before adding up"
+
     def flush(self) -> None:
         """Nothing waits: sums are handed over ready."""
 
@@ -96,13 +98,7 @@ class GivenSums(Engine):
                     f"the sum of {name} is {total.dtype} of shape {tuple(total.shape)}, the parameter has shape "
                     f"{tuple(self.params[name].shape)}: pass float32 sums of the parameters' shapes"
                 )
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in sums.values()])))
-        if not norm <= examples * self.max_grad_norm * (1 + 1e-3):
-            raise QuellError(
-                f"the sum has norm {norm:.4g}, more than {examples} gradients clipped to {self.max_grad_norm:g} can "
-                "have: clip every example's gradient before adding up"
-            )
-        self._take(examples, sums)
+        self._take(examples, Clipped(sums, examples, float(norm_of(sums.values()))))
 
 
 class AttachedOptimizer(PrivateOptimizer):
