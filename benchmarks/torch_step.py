@@ -11,7 +11,7 @@ On a GPU a step takes what the clock says. On a CPU it takes what the process wa
 on an idle machine that is the same, and on a shared one it leaves out the waiting.
 
 Memory is what the first steps need at their peak over model and optimizer: torch's count on a GPU; on a CPU the
-resident size, each contender in a process of its own.
+resident size, each contender in a process of its own. What `noise_memory` keeps is counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
@@ -43,14 +43,21 @@ from quell.planning import Plan, problem_of
 from quell.setup import Setup
 
 STEPS_PER_EPOCH, EPOCHS = 100, 10
-MECHANISMS: dict[str, tuple[str, dict[str, float]]] = {
-    "λCGD": ("lambda_cgd", {"lambda": 0.9}),
-    "BISR p=4": ("bisr", {"bands": 4}),
-    "BISR p=16": ("bisr", {"bands": 16}),
-    "BandInvMF p=16": ("band_inv", {"bands": 16}),
+MECHANISMS: dict[str, tuple[str, dict[str, float], int]] = {  # family, parameters, noise_memory
+    "λCGD": ("lambda_cgd", {"lambda": 0.9}, 0),
+    "BISR p=4": ("bisr", {"bands": 4}, 0),
+    "BISR p=16": ("bisr", {"bands": 16}, 0),
+    "BISR p=16, noise_memory=15": ("bisr", {"bands": 16}, 15),
+    "BandInvMF p=16": ("band_inv", {"bands": 16}, 0),
+    "BandInvMF p=16, noise_memory=15": ("band_inv", {"bands": 16}, 15),
 }
 RIVAL = {"flat": "hooks", "ghost": "ghost", "microbatch": "hooks"}
-Step = Callable[[], None]
+
+
+class Contender(NamedTuple):
+    step: Callable[[], None]
+    between: Callable[[], None]  # before every step, not measured
+    past_the_start: Callable[[], None]  # to where a step's noise costs what it costs from then on
 
 
 class Block(nn.Module):
@@ -128,7 +135,9 @@ class Numbers(Dataset[int]):
 
 @cache
 def plan_of(batch: int, family: str, options: tuple[tuple[str, float], ...]) -> Plan:
-    setup = Setup(examples=batch * STEPS_PER_EPOCH, batch_size=batch, epochs=EPOCHS, epsilon=8.0, delta=1e-5)
+    # Cyclic batches of data that they divide all have the same size, which is what Opacus is given.
+    examples = batch * STEPS_PER_EPOCH
+    setup = Setup(examples, batch_size=batch, epochs=EPOCHS, epsilon=8.0, delta=1e-5, sampling="cyclic")
     return Plan(setup, (problem_of(setup).price(family, **dict(options)),), 0)
 
 
@@ -136,8 +145,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def opacus_step(task: Task, mode: str) -> tuple[Step, Step]:
-    """(one step of Opacus's DP-SGD, what to do between steps)."""
+def opacus_step(task: Task, mode: str) -> Contender:
     common: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": task.batch}
     criterion: Any = nn.CrossEntropyLoss()
     if mode == "hooks":
@@ -154,12 +162,13 @@ def opacus_step(task: Task, mode: str) -> tuple[Step, Step]:
         criterion(model(x), y).backward()
         optimizer.step()
 
-    return step, lambda: optimizer.zero_grad()
+    return Contender(step, lambda: optimizer.zero_grad(), lambda: None)
 
 
-def quell_step(task: Task, clipping: str, mechanism: str) -> tuple[Step, Step]:
-    family, options = MECHANISMS[mechanism]
+def quell_step(task: Task, clipping: str, mechanism: str) -> Contender:
+    family, options, noise_memory = MECHANISMS[mechanism]
     plan = plan_of(task.batch, family, tuple(options.items()))
+    load_kernels(plan, task, noise_memory)
     model = task.model()
     model, optimizer, loader = quell.torch.make_private(
         model,
@@ -169,11 +178,15 @@ def quell_step(task: Task, clipping: str, mechanism: str) -> tuple[Step, Step]:
         clipping=clipping,
         micro_batch=task.micro_batch,
         generator=task.generator,
+        noise_memory=noise_memory,
     )
-    for _ in range(16):  # past the first steps, where mechanisms have fewer draws to add
-        optimizer.run.noise.add_([torch.zeros_like(p) for p in model.parameters()])
     x, y = task.data()
     batches = endless(loader)
+
+    def past_the_start() -> None:
+        nothing = [torch.zeros_like(p) for p in model.parameters()]
+        for _ in range(16):
+            optimizer.run.noise.add_(nothing)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -184,8 +197,14 @@ def quell_step(task: Task, clipping: str, mechanism: str) -> tuple[Step, Step]:
         optimizer.zero_grad()
         next(batches)
 
-    between()
-    return step, between
+    return Contender(step, between, past_the_start)
+
+
+def load_kernels(plan: Plan, task: Task, memory: float) -> None:
+    """Compiled code takes memory too, the same for any model: it is loaded before memory is measured."""
+    element = torch.zeros(1, device=task.device)
+    noise = quell.torch.CorrelatedNoise(plan, [element], 1.0, generator=task.generator, memory=memory)
+    noise.add_([element])
 
 
 def endless(loader: Any) -> Iterator[Any]:
@@ -193,8 +212,8 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def contenders() -> dict[tuple[str, str], Callable[[Task], tuple[Step, Step]]]:
-    found: dict[tuple[str, str], Callable[[Task], tuple[Step, Step]]] = {}
+def contenders() -> dict[tuple[str, str], Callable[[Task], Contender]]:
+    found: dict[tuple[str, str], Callable[[Task], Contender]] = {}
     for mode in ("hooks", "ghost"):
         found["Opacus DP-SGD", mode] = lambda task, mode=mode: opacus_step(task, mode)
     for clipping in RIVAL:
@@ -207,13 +226,15 @@ def seconds(task: Task, rounds: int, warm_up: int) -> dict[tuple[str, str], floa
     """The median time of a step, contenders taking turns."""
     steps = {name: make(task) for name, make in contenders().items()}
     times: dict[tuple[str, str], list[float]] = {name: [] for name in steps}
+    for contender in steps.values():
+        contender.past_the_start()
     for number in range(warm_up + rounds):
-        for name, (step, between) in random.sample(list(steps.items()), len(steps)):
+        for name, contender in random.sample(list(steps.items()), len(steps)):
+            contender.between()
             start = now(task)
-            step()
+            contender.step()
             if number >= warm_up:
                 times[name].append(now(task) - start)
-            between()
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -226,7 +247,7 @@ def now(task: Task) -> float:
 
 def peak_megabytes(task: Task, name: tuple[str, str], steps: int) -> float:
     """The peak over the first steps; before them, a CPU's allocator holds no freed memory that would hide it."""
-    step, between = contenders()[name](task)
+    contender = contenders()[name](task)
     gc.collect()
     if task.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -234,9 +255,10 @@ def peak_megabytes(task: Task, name: tuple[str, str], steps: int) -> float:
     else:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = resident("VmRSS")
+    contender.past_the_start()
     for _ in range(steps):
-        step()
-        between()
+        contender.between()
+        contender.step()
     after = torch.cuda.max_memory_allocated() / 2**20 if task.device == "cuda" else resident("VmHWM")
     return after - before
 

@@ -35,12 +35,13 @@ def epoch(model, params, optimizer, loader, bound=None):
         optimizer.step()
 
 
-@pytest.mark.parametrize("physical", [None, 3])
-def test_the_run_is_that_of_make_private(plan, physical):
+@pytest.mark.parametrize(("physical", "memory"), [(None, 0), (3, 3)])
+def test_the_run_is_that_of_make_private(plan, physical, memory):
     key = seeded(3)
-    run = start(plan, key, physical_batch_size=physical)
+    run = start(plan, key, physical_batch_size=physical, noise_memory=memory)
     epoch(*run)
     epoch(*run)
+    assert run[2].run.noise.buffers == memory
     assert run[2].run.step == plan.steps
     key = seeded(3)
     model = network()

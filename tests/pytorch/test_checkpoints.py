@@ -22,10 +22,10 @@ from .training import examples, network, train
 CRASH = Path(__file__).with_name("crash.py")
 
 
-def private(key, plan, clipping="flat", momentum=0.9, data=None):
+def private(key, plan, clipping="flat", momentum=0.9, data=None, **options):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    return make_private(model, optimizer, data or examples(), plan, clipping=clipping, key=key)
+    return make_private(model, optimizer, data or examples(), plan, clipping=clipping, key=key, **options)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "ghost", "microbatch"])
@@ -48,6 +48,29 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(clipping, mechanism, tmp_path):
     loader.load_state_dict(saved["loader"])
     assert optimizer.run.step == 7
     assert train(model, optimizer, loader) == plan.steps - 7
+    assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("first", "then"), [(3, 0), (0, 3), (3, 3)])
+def test_a_run_may_go_on_with_another_noise_memory(first, then):
+    """BISR with 4 bands keeps 3 old draws where it may, and none where it may not: the weights are the same."""
+    plan, key = small_plan("bisr", momentum=0.9), Key.generate()
+    straight, optimizer, loader = private(key, plan, noise_memory=2)
+    train(straight, optimizer, loader)
+    assert optimizer.run.noise.buffers == 0  # two copies are not enough
+
+    model, optimizer, loader = private(Key(key.reveal()), plan, noise_memory=first)
+    optimizer.load_state_dict(optimizer.state_dict(), replay=True)  # of step 0: the same gradients come again
+    train(model, optimizer, loader, steps=7)
+    assert optimizer.run.noise.buffers == first
+    saved, weights = optimizer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    assert saved["quell"]["noise"][0]["buffers"] is None
+
+    model, optimizer, loader = private(Key(key.reveal()), plan, noise_memory=then)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved, replay=True)
+    train(model, optimizer, loader)
+    assert optimizer.run.noise.buffers == then
     assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), model.parameters(), strict=True))
 
 

@@ -309,8 +309,9 @@ def test_an_optimizer_that_is_not_the_planned_one_is_a_warning(plan):
     ]
     for make, message in cases:
         model = network()
-        with pytest.warns(PlanMismatchWarning, match=message):
+        with pytest.warns(PlanMismatchWarning, match=message) as caught:
             make_private(model, make(model.parameters()), examples(), plan)
+        assert [warning.filename for warning in caught] == [__file__]  # it points to the user's line
 
 
 def test_a_schedule_that_was_not_planned_is_a_warning(plan):

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import refuse_wrong_arguments
-from quell.torch.clipping import require_clip_norm
+from quell.torch.clipping import Clipped, norm_of, require_clip_norm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine import Engine
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
-from quell.torch.private import start_run
 from quell.torch.sharding import is_sharded
+from quell.torch.start import NoiseOptions, started_run
 
 if TYPE_CHECKING:
     from quell.mechanism import Mechanism
@@ -44,6 +44,7 @@ def attach(
     seed: int | None = None,
     ledger: str | Path | None = None,
     generator: str = "chacha20",
+    noise_memory: float = 0.0,
 ) -> tuple[AttachedOptimizer, PlannedLoader]:
     """Optimizer and loader for a loop that computes clipped sums itself; `params` are what the optimizer trains.
 
@@ -71,19 +72,18 @@ def attach(
     trained = _in_optimizer_order(optimizer, params)
     if any(is_sharded(parameter) for parameter in trained.values()):
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private(clipping='ghost')")
-    run = start_run(optimizer, trained, data, plan, bound, mechanism, key, seed, ledger, generator)
-    try:
+    options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory)
+    with started_run(optimizer, trained, data, plan, bound, options) as run:
         require_agreement({**run.settings(), "physical_batch_size": physical_batch_size})
         loader = PlannedLoader(data, run, physical_batch_size)
         copy_from_first_rank(list(trained.values()))
-    except BaseException:
-        run.noise.close()  # so that the key can be used by the next attempt
-        raise
     return AttachedOptimizer(optimizer, run, GivenSums(trained, bound, "sum")), loader
 
 
 class GivenSums(Engine):
     """Clipped sums that the loop computed."""
+
+    if_not_clipped = "clip every example's gradient before adding up"
 
     def flush(self) -> None:
         """Nothing waits: sums are handed over ready."""
@@ -98,13 +98,7 @@ class GivenSums(Engine):
                     f"the sum of {name} is {total.dtype} of shape {tuple(total.shape)}, the parameter has shape "
                     f"{tuple(self.params[name].shape)}: pass float32 sums of the parameters' shapes"
                 )
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in sums.values()])))
-        if not norm <= examples * self.max_grad_norm * (1 + 1e-3):
-            raise QuellError(
-                f"the sum has norm {norm:.4g}, more than {examples} gradients clipped to {self.max_grad_norm:g} can "
-                "have: clip every example's gradient before adding up"
-            )
-        self._take(examples, sums)
+        self._take(examples, Clipped(sums, examples, float(norm_of(sums.values()))))
 
 
 class AttachedOptimizer(PrivateOptimizer):

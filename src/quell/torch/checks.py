@@ -50,7 +50,7 @@ def warn_about_sampler(data: Any) -> None:
             f"the loader's {type(own).__name__} is not used: who is in a batch is decided by the plan, whose promise "
             "is about its own sampling",
             PlanMismatchWarning,
-            stacklevel=4,
+            stacklevel=5,  # the caller of make_private or attach
         )
 
 
@@ -105,7 +105,7 @@ def refuse_user_level(plan: object) -> None:
 def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
     """Say where momentum and weight decay are not the plan's, and what to plan instead."""
     for message in optimizer_mismatches(plan, optimizer):
-        warnings.warn(message, PlanMismatchWarning, stacklevel=4)
+        warnings.warn(message, PlanMismatchWarning, stacklevel=5)  # the caller of make_private or attach
 
 
 def optimizer_mismatches(plan: Plan, optimizer: Optimizer) -> list[str]:

@@ -7,8 +7,9 @@ as zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from quell.errors import QuellError, require_count, require_finite
 
 ExampleLoss = Callable[..., Tensor]
 Gradients = Mapping[str, Tensor]  # per-example: (micro-batch, *shape of the parameter)
+
+
+class Clipped(NamedTuple):
+    """Clipped gradients, added up: how many they are, and the norm that their sum has (sharded: over all ranks)."""
+
+    sums: Mapping[str, Tensor]
+    examples: int
+    norm: float
 
 
 def clipped_sum(
@@ -49,7 +58,7 @@ def clipped_sum(
             part = (tensor[first : first + micro_batch] for tensor in batch)
             yield per_example(plain, *part)
 
-    return sum_clipped(micro_batches, plain, max_grad_norm)
+    return dict(sum_clipped(micro_batches, plain, max_grad_norm).sums)
 
 
 def sum_clipped(
@@ -57,22 +66,20 @@ def sum_clipped(
     params: Mapping[str, Tensor],
     max_grad_norm: float,
     scales: Tensor | float = 1.0,
-) -> dict[str, Tensor]:
+) -> Clipped:
     """The clipped sum of per-example gradients that come in micro-batches; `micro_batches` may be started twice.
 
     `scales` are numbers that the gradients still have to be multiplied with, one per example if the micro-batch is one.
     """
     bound = require_clip_norm(max_grad_norm)
-    totals, sound = _sum(micro_batches(), params, bound, scales, cautious=False)
-    if not bool(sound):  # one look at the device per step; non-finite gradients are rare, so they are paid for apart
-        totals, _ = _sum(micro_batches(), params, bound, scales, cautious=True)
-    return totals
+    found = _sum(micro_batches(), params, bound, scales, cautious=False)
+    # The one look at the device. Gradients that are not finite spoil the sum: rare enough to be paid for apart.
+    return found if math.isfinite(found.norm) else _sum(micro_batches(), params, bound, scales, cautious=True)
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
     """What to multiply each example's gradient with: min(1, max_grad_norm/norm), and 0 where the norm is not finite."""
-    factors = (max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norms), factors, 0.0)
+    return (max_grad_norm / (norms + 1e-6)).clamp(max=1.0).nan_to_num(nan=0.0)
 
 
 def require_clip_norm(max_grad_norm: float) -> float:
@@ -89,13 +96,16 @@ def example_norms(gradients: Mapping[str, Tensor]) -> Tensor:
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """(rows,) float64 norms: float32 within blocks, float64 over them.
+    """(rows,) norms, in float32 or better.
 
     On a CPU a float32 norm of ten million elements can come out a percent too small, because late squares are rounded
-    away against the sum of the early ones; clipping would then let a percent too much through.
+    away against the sum of the early ones; clipping would then let a percent too much through. So long rows are cut
+    into blocks there, float32 within and float64 over them. A GPU adds in thousands of parts by itself.
     """
+    if rows.is_cuda or rows.shape[1] <= _BLOCK:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     whole = rows.shape[1] // _BLOCK * _BLOCK
-    blocks = rows[:, :whole].unflatten(1, (-1, _BLOCK)) if whole else rows.new_zeros(len(rows), 1, 1)
+    blocks = rows[:, :whole].unflatten(1, (-1, _BLOCK))
     parts = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (blocks, rows[:, None, whole:])]
     return torch.linalg.vector_norm(torch.cat(parts, dim=1), dim=1, dtype=torch.float64)
 
@@ -103,12 +113,25 @@ def row_norms(rows: Tensor) -> Tensor:
 _BLOCK = 1 << 14
 
 
-def add_weighted(total: Tensor, weights: Tensor, gradient: Tensor) -> None:
-    """total += Σ_i weights_i · gradient_i, in float32 and without another buffer of the gradient's size."""
-    rows = _rows(gradient)
-    if rows.dtype != torch.float32:
-        rows = rows.float()
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    """() the norm of all tensors together."""
+    held = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not held:
+        return torch.zeros(())
+    if held[0].is_cuda:
+        norms = list(torch._foreach_norm(held))  # a few launches, however many tensors
+    else:
+        norms = [row_norms(tensor.reshape(1, -1))[0] for tensor in held]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def weighted_sum(weights: Tensor, gradient: Tensor, total: Tensor | None) -> Tensor:
+    """total + Σ_i weights_i · gradient_i, in float32, in place and without another buffer of the gradient's size."""
+    rows = _rows(gradient).float()
+    if total is None:
+        return torch.mv(rows.t(), weights).view(gradient.shape[1:])
     total.view(-1).addmv_(rows.t(), weights)
+    return total
 
 
 def _sum(
@@ -117,21 +140,22 @@ def _sum(
     bound: float,
     scales: Tensor | float,
     cautious: bool,
-) -> tuple[dict[str, Tensor], Tensor]:
-    totals = {name: torch.zeros(value.shape, device=value.device) for name, value in params.items()}
-    device = next(iter(totals.values())).device if totals else None
-    sound = torch.ones((), dtype=torch.bool, device=device)
+) -> Clipped:
+    totals: dict[str, Tensor] = {}
+    examples = 0
     for gradients in micro_batches:
         norms = example_norms(gradients) * scales
-        sound &= torch.isfinite(norms).all()
+        examples += len(norms)
         weights = clip_factors(norms, bound) * scales
-        for name, total in totals.items():
+        for name in params:
             gradient = gradients[name]
             if cautious:
                 spoiled = ~torch.isfinite(norms)
                 gradient = gradient.masked_fill(spoiled.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
-            add_weighted(total, weights, gradient)
-    return totals, sound
+            totals[name] = weighted_sum(weights, gradient, totals.get(name))
+    if not totals:
+        totals = {name: torch.zeros(value.shape, device=value.device) for name, value in params.items()}
+    return Clipped(totals, examples, float(norm_of(totals.values())))
 
 
 def _rows(gradient: Tensor) -> Tensor:

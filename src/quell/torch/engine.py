@@ -6,20 +6,24 @@ An engine attaches itself to the model (which stays the user's own object), watc
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
+from quell.torch.clipping import Clipped
 from quell.torch.sharding import local
 
 
-class Engine:
+class Engine(ABC):
     """What the optimizer asks of a way of clipping."""
+
+    if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
 
     def __init__(self, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str) -> None:
         self.params = dict(params)
@@ -39,13 +43,19 @@ class Engine:
         """Forget gradients that were computed and not collected."""
         self._seen, self._sums = 0, {}
 
+    @abstractmethod
     def flush(self) -> None:
         """Clip whatever finished backward passes have left."""
-        raise NotImplementedError
 
-    def _take(self, examples: int, sums: Mapping[str, Tensor]) -> None:
+    def _take(self, examples: int, clipped: Clipped) -> None:
+        """Add the sums of this rank's `examples`. So many clipped gradients cannot add up to more than this allows."""
+        if not clipped.norm <= clipped.examples * self.max_grad_norm * (1 + 1e-3):
+            raise QuellError(
+                f"the sum has norm {clipped.norm:.4g}, more than {clipped.examples:,} gradients clipped to "
+                f"{self.max_grad_norm:g} can have: {self.if_not_clipped}"
+            )
         self._seen += examples
-        for name, value in sums.items():
+        for name, value in clipped.sums.items():
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
 
@@ -116,9 +126,9 @@ class DeferredEngine(Engine):
             leaf.register_hook(lambda gradient: _refuse_late(given_up))
         return returned
 
-    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
+    @abstractmethod
+    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Clipped:
         """Sums of clipped gradients, given the gradient of every example's own loss at the outputs."""
-        raise NotImplementedError
 
     def _forget(self) -> None:
         """Drop what was kept for a pass that is not going to be used."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
@@ -28,11 +29,11 @@ except ImportError as missing:
         "clipping='flat' and 'ghost' use Opacus: pip install -c constraints.txt '.[torch]', or take 'microbatch'"
     ) from missing
 
-from quell.torch.clipping import clip_factors, sum_clipped
+from quell.torch.clipping import Clipped, clip_factors, norm_of, sum_clipped
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine import DeferredEngine, Engine, Pass, is_differentiable
 from quell.torch.optimizer import PrivateOptimizer
-from quell.torch.sharding import is_sharded, local
+from quell.torch.sharding import copies, is_sharded, local
 
 
 class OpacusOptimizer(PrivateOptimizer, DPOptimizer):
@@ -66,11 +67,12 @@ class FlatEngine(Engine):
                 f"the layers saw different numbers of examples ({sorted(sizes)}): every input of a layer must have one "
                 "row per example"
             )
-        if sizes:
+        if found:
             with torch.no_grad():
                 held = {name: self.params[name] for name in found}
                 scales = self._scales(passes, next(iter(found.values())).device)
-                self._take(sizes.pop(), sum_clipped(lambda: iter([found]), held, self.max_grad_norm, scales))
+                clipped = sum_clipped(lambda: iter([found]), held, self.max_grad_norm, scales)
+                self._take(clipped.examples, clipped)
         self._drop()
 
     def _scales(self, passes: Sequence[int], device: torch.device) -> Tensor | float:
@@ -95,6 +97,9 @@ class FlatEngine(Engine):
 class GhostEngine(DeferredEngine):
     """Norms first, without any per-example gradient; then one backward pass of the reweighted outputs.
 
+    The first pass is for Opacus's hooks, which look at what arrives at the layers. Its gradients of parameters are not
+    used, so where autograd allows it, it goes to the smallest parameter of each layer only.
+
     Every parameter that gets a gradient in the second pass must have had its norm taken in the first, and on the first
     batch the norm of one example's real gradient is compared with the norm that the hooks found: a parameter used
     outside its layer would otherwise escape the clipping. Norms are taken over all trainable parameters of the model,
@@ -116,7 +121,7 @@ class GhostEngine(DeferredEngine):
         _silence_first_layers()
         kind = _ShardedNorms if self.sharded else _Norms
         self._hooks = kind(model, loss_reduction="sum", strict=False)
-        self._probed = False
+        self._probed = self._shortened = False
         model.register_forward_pre_hook(self._before, prepend=True)
         model.register_forward_hook(self._after)
 
@@ -131,44 +136,55 @@ class GhostEngine(DeferredEngine):
             raise QuellError(_TIED)
         return self._cut(outputs, [value for value in pytree.tree_leaves(outputs) if is_differentiable(value)])
 
-    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
+    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Clipped:
         outputs: list[Tensor] = done.made_by
         with torch.autocast(outputs[0].device.type, enabled=False):
             self._hooks.forget_norms()
-            self._backward(outputs, gradients, keep=True)
+            ends = _smallest_parameters(self.model, self._hooks.NORM_SAMPLERS) if self._shortened else None
+            torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=ends)
+            self._drop_gradients()
             with torch.no_grad():
                 norms, measured = self._hooks.norms(examples, outputs[0].device)
             self._hooks.disable_hooks()
             try:
                 self._probe(outputs, gradients, norms)
                 factors = clip_factors(norms, self.max_grad_norm)
-                self._backward(outputs, [_scaled(gradient, factors) for gradient in gradients], keep=False, take=True)
+                torch.autograd.backward(outputs, [_scaled(gradient, factors) for gradient in gradients])
             finally:
                 self._hooks.enable_hooks()
-        return self._sums_of(norms, measured)
-
-    def _backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: bool, take: bool = False) -> None:
-        torch.autograd.backward(outputs, gradients, retain_graph=keep)
-        if not take:
-            self._drop_gradients()
+        return self._sums_of(measured, examples)
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _sums_of(self, norms: Tensor, measured: set[int]) -> Mapping[str, Tensor]:
+    def _sums_of(self, measured: set[int], examples: int) -> Clipped:
         """What the second pass left in `p.grad`, refused where the first pass took no norm."""
-        factor = world()[1] if self.sharded else 1  # FSDP averages over the ranks
         sums = {}
         for name, parameter in self.params.items():
             if parameter.grad is not None:
                 if self._hooks.label(name, parameter) not in measured:
                     raise QuellError(f"{name} has a gradient but no norm: {_OUTSIDE}")
-                sums[name] = local(parameter.grad).float() * factor
-        if not bool(torch.isfinite(norms).all()) and not all(bool(torch.isfinite(s).all()) for s in sums.values()):
-            raise QuellError("an example's gradient is not finite: use clipping='flat' or 'microbatch', which drop it")
+                sums[name] = self._whole_sum(parameter.grad)
         self._drop_gradients()
-        return sums
+        norm, count = self._over_ranks(sums, examples) if self.sharded else (float(norm_of(sums.values())), examples)
+        if not math.isfinite(norm):
+            raise QuellError("an example's gradient is not finite: use clipping='flat' or 'microbatch', which drop it")
+        return Clipped(sums, count, norm)
+
+    def _whole_sum(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient, as a sum: FSDP has made it a mean over the ranks."""
+        return local(gradient).float() * world()[1] if self.sharded else gradient.float()
+
+    def _over_ranks(self, sums: Mapping[str, Tensor], examples: int) -> tuple[float, int]:
+        """The norm of the sharded sums, and of how many examples on all ranks they are."""
+        size, device = world()[1], next(iter(self.params.values())).device
+        both = torch.tensor([0.0, examples], dtype=torch.float64, device=device)
+        for name, total in sums.items():
+            both[0] += norm_of([total]).to(both).square() / copies(self.params[name], size)
+        sum_over_ranks([both])
+        square, count = both.tolist()
+        return math.sqrt(square), int(count)
 
     def _probe(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], norms: Tensor) -> None:
         """Once: the gradient of the first example, computed alone, must have the norm that the hooks found."""
@@ -177,7 +193,7 @@ class GhostEngine(DeferredEngine):
         alone = bool(torch.isfinite(norms[:1]).any()) and (not self.sharded or world()[0] == 0)
         mask = torch.zeros_like(norms)
         mask[:1] = float(alone)
-        self._backward(outputs, [_scaled(gradient, mask) for gradient in gradients], keep=True, take=True)
+        torch.autograd.backward(outputs, [_scaled(gradient, mask) for gradient in gradients], retain_graph=True)
         factor = world()[1] if self.sharded else 1
         found_gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
         squares = [(gradient.float() * factor).square().sum() for gradient in found_gradients]
@@ -192,6 +208,7 @@ class GhostEngine(DeferredEngine):
         if not abs(real - found) <= 5e-3 * max(real, found):  # room for TF32, not for a layer that is used twice
             raise QuellError(f"one example's gradient has norm {real:.4g}, its layers say {found:.4g}: {_OUTSIDE}")
         self._probed = real > 0
+        self._shortened = self._probed and not self.sharded and _ends_in_parameters(outputs, self.model)
 
     def _forget(self) -> None:
         self._hooks.forget_activations()
@@ -211,6 +228,31 @@ class _InTrainMode:
 
 class _Gradients(_InTrainMode, GradSampleHooks):
     """Opacus's per-example gradients, kept on the parameters."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        samplers = GradSampleHooks.GRAD_SAMPLERS
+        self.GRAD_SAMPLERS = {kind: _kept_at_once(sampler) for kind, sampler in samplers.items()}
+
+
+def _kept_at_once(sampler: Callable[..., dict[nn.Parameter, Tensor]]) -> Callable[..., dict[nn.Parameter, Tensor]]:
+    """A sampler that keeps what it made for a layer's only call, and leaves the rest to Opacus.
+
+    Opacus copies every layer's gradients into zeros, to add those of further calls: twice the memory of the largest
+    layer, and two more passes over it.
+    """
+
+    def sample(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+        rest = {}
+        for parameter, made in sampler(layer, activations, backprops).items():
+            alone = getattr(parameter, "_forward_counter", 0) == 1 and not hasattr(parameter, "_current_grad_sample")
+            if alone and parameter.requires_grad and len(made) == layer.max_batch_len and made.is_contiguous():
+                parameter._current_grad_sample = made
+            else:
+                rest[parameter] = made
+        return rest
+
+    return sample
 
 
 class _Full32(_InTrainMode):
@@ -292,6 +334,36 @@ def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
     """Each example's rows times its factor; exactly zero where the factor is, whatever the gradient."""
     shaped = factors.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
     return torch.where(shaped > 0, gradient * shaped, 0.0)
+
+
+def _smallest_parameters(model: nn.Module, known_layers: Any) -> list[nn.Parameter]:
+    """One parameter of every layer that uses all it has at every call, and those of other layers: all hooks fire."""
+    ends: list[nn.Parameter] = []
+    for module in model.modules():
+        own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+        ends += [min(own, key=Tensor.numel)] if own and type(module) in known_layers else own
+    return ends
+
+
+def _ends_in_parameters(outputs: Sequence[Tensor], model: nn.Module) -> bool:
+    """Whether the graph behind the outputs is of torch's own operations, and its leaves are the model's parameters.
+
+    Else a pass to parameters alone might go around a layer whose input has another origin, or be refused, as
+    reentrant checkpoints do.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    seen: set[Any] = {None}
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        foreign = isinstance(node, BackwardCFunction) and "BackwardHookFunction" not in type(node).__name__
+        if foreign or (hasattr(node, "variable") and id(node.variable) not in parameters):
+            return False
+        waiting += [before for before, _ in node.next_functions]
+    return True
 
 
 def _refuse_ties(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
-from quell.torch.clipping import sum_clipped
+from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.engine import DeferredEngine, Pass
 
 
@@ -64,7 +64,7 @@ class MicrobatchEngine(DeferredEngine):
         parts = [run(self._detached(), *inputs.part(*bounds)) for bounds in self._bounds(inputs.examples)]
         return example.rebuilt([torch.cat(columns) for columns in zip(*parts, strict=True)])
 
-    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Mapping[str, Tensor]:
+    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Clipped:
         inputs: Inputs = done.made_by
         if examples != inputs.examples:
             raise QuellError(

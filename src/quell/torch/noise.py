@@ -33,7 +33,8 @@ class CorrelatedNoise:
     `params` are the trainable parameters in an order that never changes (a mapping or any iterable; FSDP2's DTensors
     get the noise of their own slice). `mechanism` takes another row of the plan than the recommended one, by name or
     as a `Mechanism`. Without `key` one is drawn from the operating system; `seed` is for experiments and voids the
-    guarantee. Gradients given to `add_` are *sums* over the batch: divide by the expected batch size afterwards.
+    guarantee. `memory` is `NoiseStream`'s: how many copies of the model may be kept to save time. Gradients given to
+    `add_` are *sums* over the batch: divide by the expected batch size afterwards.
 
     >>> import quell, torch
     >>> plan = quell.plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)
@@ -54,11 +55,10 @@ class CorrelatedNoise:
         key: Key | None = None,
         seed: int | None = None,
         generator: str = "chacha20",
-        buffered: bool = False,
+        memory: float = 0.0,
         ledger: Ledger | str | Path | None = None,
     ) -> None:
-        if key is not None and seed is not None:
-            raise QuellError("pass a key or a seed, not both")
+        require_one_source(key, seed)
         refuse_user_level(plan)
         chosen = select(plan, mechanism)
         self._source = plan, chosen
@@ -76,7 +76,7 @@ class CorrelatedNoise:
             key=self.key,
             max_grad_norm=self.max_grad_norm,
             generator=generator,
-            buffered=buffered,
+            memory=memory,
             ledger=ledger,
         )
 
@@ -114,7 +114,7 @@ class CorrelatedNoise:
 
     @property
     def buffers(self) -> int:
-        """Model-sized float32 vectors kept between steps."""
+        """Model-sized float32 vectors kept between steps (those that `memory` allows, from the first step on)."""
         return self._stream.buffers
 
     def add_(self, grads: Tensors) -> None:
@@ -155,6 +155,11 @@ class CorrelatedNoise:
 
     def __repr__(self) -> str:
         return f"<CorrelatedNoise step {self.step:,} of {self.steps:,}, {self.buffers} buffers, {self.key!r}>"
+
+
+def require_one_source(key: object, seed: int | None) -> None:
+    if key is not None and seed is not None:
+        raise QuellError("pass a key or a seed, not both")
 
 
 def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:

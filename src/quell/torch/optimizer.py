@@ -21,12 +21,11 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
-from quell.torch.clipping import row_norms
 from quell.torch.distributed import gather, sum_over_ranks, world
 from quell.torch.engine import Engine
 from quell.torch.report import PrivacyReport, privacy_report
 from quell.torch.run import Run, Unfinished
-from quell.torch.sharding import copies, is_sharded, local
+from quell.torch.sharding import is_sharded, local
 
 
 class PrivateOptimizer(Optimizer):
@@ -142,7 +141,6 @@ class PrivateOptimizer(Optimizer):
         unfinished, self.run.unfinished = self.run.unfinished, Unfinished()
         sums = unfinished.sums
         assert sums is not None
-        self._require_clipped(sums, unfinished.settled)
         if not self._sharded:
             sum_over_ranks(sums)
         self.run.noise.add_(sums)
@@ -220,22 +218,6 @@ class PrivateOptimizer(Optimizer):
                     f"a parameter that was frozen when make_private was called has a gradient, without clipping and "
                     f"noise: {_SAME_PARAMETERS}"
                 )
-
-    def _require_clipped(self, sums: list[Tensor], examples: int) -> None:
-        """So many clipped gradients cannot add up to more, whatever went wrong in computing them."""
-        size = world()[1] if self._sharded else 1
-        norms = [row_norms(total.reshape(1, -1)) for total in sums]
-        squares = [norm.square() / copies(p, size) for norm, p in zip(norms, self._trained, strict=True)]
-        both = torch.stack([torch.cat(squares).sum(), torch.tensor(float(examples)).to(squares[0])])
-        if self._sharded:
-            sum_over_ranks([both])
-        square, count = both.tolist()
-        if not square <= (count * self._max_grad_norm * (1 + 1e-3)) ** 2:
-            raise QuellError(
-                f"the sum has norm {square**0.5:.4g}, more than {count:,.0f} gradients clipped to "
-                f"{self._max_grad_norm:g} can have: a parameter is used where clipping cannot see it; use another "
-                "clipping="
-            )
 
     def _require_same_start(self) -> None:
         """Before the first step that comes again: are weights and options those of the checkpoint?"""

@@ -11,26 +11,20 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from quell.errors import QuellError
-from quell.noise import Key, Ledger
-from quell.sampling import Batches
+from quell.noise import Key
 from quell.torch.checks import (
     refuse_batch_norm,
-    refuse_other_data,
-    refuse_user_level,
     refuse_wrong_arguments,
     trainable_parameters,
-    warn_about_optimizer,
-    warn_about_sampler,
 )
 from quell.torch.clipping import require_clip_norm
-from quell.torch.distributed import copy_from_first_rank, require_agreement, share_key, world
+from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine import Engine
-from quell.torch.loader import PlannedLoader, dataset_of
+from quell.torch.loader import PlannedLoader
 from quell.torch.microbatch import MicrobatchEngine
-from quell.torch.noise import CorrelatedNoise, select
 from quell.torch.optimizer import PrivateOptimizer
-from quell.torch.run import Run, scheme_of
 from quell.torch.sharding import is_sharded
+from quell.torch.start import NoiseOptions, started_run
 
 if TYPE_CHECKING:
     from quell.mechanism import Mechanism
@@ -55,6 +49,7 @@ def make_private(
     seed: int | None = None,
     ledger: str | Path | None = None,
     generator: str = "chacha20",
+    noise_memory: float = 0.0,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Train `model` under the plan's promise: returns model, optimizer and loader for the loop you already have.
 
@@ -69,6 +64,10 @@ def make_private(
     `key` is a `Key`, or a path: the file is made, readable by its owner only, or read if it exists, with a ledger
     beside it (`ledger`) that remembers across crashes which steps were released. Without it a key is drawn, not kept.
     `seed` repeats a run, and voids its privacy.
+
+    `noise_memory` is what the noise of mechanisms that need no buffers may hold all the same, in float32 copies of the
+    model, to save time: old draws are then kept, where that fits and is faster, and not made again. The noise is the
+    same, and a run may go on with another number.
 
     >>> import quell, torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.randn(200, 1))
@@ -98,8 +97,8 @@ def make_private(
         )
     params = trainable_parameters(model, optimizer)
     refuse_batch_norm(model)
-    run = start_run(optimizer, params, data, plan, bound, mechanism, key, seed, ledger, generator)
-    try:
+    options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory)
+    with started_run(optimizer, params, data, plan, bound, options) as run:
         own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
         require_agreement({**run.settings(), **own})
         loader = PlannedLoader(data, run, physical_batch_size)
@@ -107,37 +106,8 @@ def make_private(
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
         engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
-    except BaseException:
-        run.noise.close()  # so that the key can be used by the next attempt
-        raise
     model._quell_private = True
     return model, kind(optimizer, run, engine), loader
-
-
-def start_run(
-    optimizer: Optimizer,
-    params: dict[str, nn.Parameter],
-    data: Dataset[Any] | DataLoader[Any],
-    plan: Plan,
-    bound: float,
-    mechanism: str | Mechanism | None,
-    key: Key | str | Path | None,
-    seed: int | None,
-    ledger: str | Path | None,
-    generator: str,
-) -> Run:
-    """Noise and batches of one key, for data and an optimizer that were compared with the plan."""
-    refuse_user_level(plan)
-    refuse_other_data(plan, len(dataset_of(data)))
-    warn_about_optimizer(plan, optimizer)
-    warn_about_sampler(data)
-    rank, size = world()
-    chosen = select(plan, mechanism)
-    scheme = scheme_of(plan, chosen)
-    secret, book = _secrets(key, seed, ledger, rank)
-    batches = Batches(scheme, plan.setup.examples, secret.derive("quell batches"))
-    noise = CorrelatedNoise(chosen, params, bound, key=secret, generator=generator, ledger=book)
-    return Run(plan, chosen, batches, noise, rank, size)
 
 
 def _engine(
@@ -159,29 +129,3 @@ def _engine(
 
     kind = hooks.FlatEngine if clipping == "flat" else hooks.GhostEngine
     return kind(model, params, bound, loss_reduction), hooks.OpacusOptimizer
-
-
-def _secrets(
-    key: Key | str | Path | None, seed: int | None, ledger: str | Path | None, rank: int
-) -> tuple[Key, Path | None]:
-    """The run's key on every rank, and where its ledger lies: on rank 0, which keeps it for all."""
-    if key is not None and seed is not None:
-        raise QuellError("pass a key or a seed, not both")
-    if seed is not None:
-        return Key.from_seed(seed), None if ledger is None or rank else Path(ledger)
-    if rank:
-        return share_key(None), None
-    if isinstance(key, (str, Path)):
-        path = Path(key)
-        if ledger is None:
-            ledger = path.with_name(path.name + ".ledger")
-        if not path.exists():
-            Ledger(ledger).close()  # before the key, which is not to be used without it
-            Key.generate().save(path)
-        elif not Path(ledger).exists():
-            raise QuellError(
-                f"the key {path} is there, but not its ledger {ledger}, which knows the steps it has released: restore "
-                "the ledger, or move the key away to start a new run with a new key"
-            )
-        key = Key.load(path)
-    return share_key(key or Key.generate()), None if ledger is None else Path(ledger)

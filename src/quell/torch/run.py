@@ -43,7 +43,6 @@ class Unfinished:
 
     received: Portion | None = None  # the loop has it, and has not stepped on it
     parts: int = 0  # how many portions were stepped on
-    settled: int = 0  # how many examples those had
     examples: int = 0  # clipped since the last of those
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
@@ -121,7 +120,6 @@ class Run:
             raise QuellError(_other_examples(examples, due))
         self.unfinished.received, self.unfinished.examples = None, 0
         self.unfinished.parts += 1
-        self.unfinished.settled += due.examples
         return due.last
 
     def settings(self) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""How a run starts: its data and optimizer are compared with the plan, then noise and batches are made of one key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from quell.errors import QuellError
+from quell.noise import Key, Ledger
+from quell.sampling import Batches
+from quell.torch.checks import refuse_other_data, refuse_user_level, warn_about_optimizer, warn_about_sampler
+from quell.torch.distributed import share_key, world
+from quell.torch.loader import dataset_of
+from quell.torch.noise import CorrelatedNoise, require_one_source, select
+from quell.torch.run import Run, scheme_of
+
+if TYPE_CHECKING:
+    from quell.mechanism import Mechanism
+    from quell.planning import Plan
+
+
+@dataclass(frozen=True)
+class NoiseOptions:
+    """What `make_private` and `attach` let the user decide about the noise, beyond the plan."""
+
+    mechanism: str | Mechanism | None
+    key: Key | str | Path | None
+    seed: int | None
+    ledger: str | Path | None
+    generator: str
+    memory: float
+
+    def secrets(self, rank: int) -> tuple[Key, Path | None]:
+        """The run's key on every rank, and where its ledger lies: on rank 0, which keeps it for all."""
+        require_one_source(self.key, self.seed)
+        key, ledger = self.key, None if self.ledger is None else Path(self.ledger)
+        if self.seed is not None:
+            return Key.from_seed(self.seed), None if rank else ledger
+        if rank:
+            return share_key(None), None
+        if isinstance(key, (str, Path)):
+            path = Path(key)
+            ledger = ledger or path.with_name(path.name + ".ledger")
+            if not path.exists():
+                Ledger(ledger).close()  # before the key, which is not to be used without it
+                Key.generate().save(path)
+            elif not ledger.exists():
+                raise QuellError(
+                    f"the key {path} is there, but not its ledger {ledger}, which knows the steps it has released: "
+                    "restore the ledger, or move the key away to start a new run with a new key"
+                )
+            key = Key.load(path)
+        return share_key(key or Key.generate()), ledger
+
+
+@contextmanager
+def started_run(
+    optimizer: Optimizer,
+    params: Mapping[str, nn.Parameter],
+    data: Any,
+    plan: Plan,
+    max_grad_norm: float,
+    options: NoiseOptions,
+) -> Iterator[Run]:
+    """A run that lasts, unless what is built on it inside the `with` fails: then its key is free for the next try."""
+    refuse_user_level(plan)
+    refuse_other_data(plan, len(dataset_of(data)))
+    warn_about_optimizer(plan, optimizer)
+    warn_about_sampler(data)
+    rank, size = world()
+    chosen = select(plan, options.mechanism)
+    scheme = scheme_of(plan, chosen)
+    key, ledger = options.secrets(rank)
+    batches = Batches(scheme, plan.setup.examples, key.derive("quell batches"))
+    noise = CorrelatedNoise(
+        chosen, params, max_grad_norm, key=key, generator=options.generator, memory=options.memory, ledger=ledger
+    )
+    try:
+        yield Run(plan, chosen, batches, noise, rank, size)
+    except BaseException:
+        noise.close()
+        raise
