@@ -7,7 +7,7 @@ enters the noise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quell._types import Array
 
@@ -17,7 +17,7 @@ class Regenerate:
     """C⁻¹ has few diagonals: x_t = row_scale_t · Σ_j noising_j · z_{t−j}, the old z made anew from counters."""
 
     noising: Array  # (p,)
-    row_scale: Array | None = None  # (n,)
+    row_scale: Array | None = field(default=None, repr=False)  # (n,)
 
     @property
     def buffers(self) -> int:
@@ -33,7 +33,7 @@ class Ring:
     """C has few diagonals: y_t = (z_t − Σ_{d≥1} C_{t,t−d}·y_{t−d}) / C_{t,t}, then x_t = row_scale_t·y_t."""
 
     bands: Array  # (p,) when C is Toeplitz, else (n, p) with entry [t, d] = C_{t,t−d}
-    row_scale: Array | None = None  # (n,)
+    row_scale: Array | None = field(default=None, repr=False)  # (n,)
 
     @property
     def buffers(self) -> int:
@@ -50,7 +50,7 @@ class Exponentials:
 
     scales: Array  # (d,)
     decays: Array  # (d,)
-    row_scale: Array | None = None  # (n,)
+    row_scale: Array | None = field(default=None, repr=False)  # (n,)
 
     @property
     def buffers(self) -> int:
