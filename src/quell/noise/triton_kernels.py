@@ -112,8 +112,8 @@ def fenwick(
     plus = tl.load(moves).to(tl.int64)
     minus = tl.load(moves + 1).to(tl.int64)
     node = normals(CHACHA, key, block, high, t.to(tl.uint32), tensor)
-    stop_plus = tl.where(plus >= 0, stop, 0)
-    stop_minus = tl.where(minus >= 0, stop, 0)
+    stop_plus = tl.where(plus >= 0, stop, start)
+    stop_minus = tl.where(minus >= 0, stop, start)
     y = _load(kept + tl.maximum(plus, 0) * stride, at, start, stop_plus)
     node = _fused(1.0, y, node)
     y = _load(kept + tl.maximum(minus, 0) * stride, at, start, stop_minus)
@@ -173,24 +173,31 @@ def _fused(c, a, b):
 
 @triton.jit
 def _load(base, at, start, stop):
+    here = base + at  # constant distances from one pointer cost no address arithmetic
     return [
-        tl.load(base + (at + v * LANES), mask=(at + v * LANES >= start) & (at + v * LANES < stop), other=0.0)
+        tl.load(here + v * LANES, mask=_within(at, v, start, stop), other=0.0)
         for v in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
     ]
 
 
 @triton.jit
 def _store(base, values, at, start, stop):
+    here = base + at
     for v in tl.static_range(16):
-        here = at + v * LANES
-        tl.store(base + here, values[v], mask=(here >= start) & (here < stop))
+        tl.store(here + v * LANES, values[v], mask=_within(at, v, start, stop))
 
 
 @triton.jit
 def _add(data, g, x, scale, at, start, stop):
     """gradient + (scale·x rounded to float32), rounded once to the gradient's dtype."""
+    here = data + at
     for v in tl.static_range(16):
-        here = at + v * LANES
         noise = x[v] * scale
         total = g[v] + noise if g[v].dtype == tl.float64 else g[v].to(tl.float32) + noise
-        tl.store(data + here, total.to(g[v].dtype), mask=(here >= start) & (here < stop))
+        tl.store(here + v * LANES, total.to(g[v].dtype), mask=_within(at, v, start, stop))
+
+
+@triton.jit
+def _within(at, v: tl.constexpr, start, stop):
+    """start ≤ at + v·LANES < stop, by one comparison: below `start` the unsigned difference is huge."""
+    return (at - start + v * LANES).to(tl.uint32) < (stop - start).to(tl.uint32)
