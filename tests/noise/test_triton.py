@@ -39,7 +39,7 @@ SHARDS = (Shard(0, 1000, 700), Shard(3, 0, 0), Shard(5, 2**40 + 5, 33), Shard(2,
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter pays per operation: smaller programs for the same operations."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(triton_kernels, "BLOCKS", LANES)
+        monkeypatch.setattr(triton_kernels, "SPAN", {"chacha20": 1024, "philox": 512})  # two parts
 
 
 def _gradients(dtype: Any = torch.float32) -> list[Any]:
@@ -52,11 +52,11 @@ def _store_words(key, counters, out, CHACHA: tl.constexpr, SIZE: tl.constexpr): 
     block, high = tl.load(counters + lane), tl.load(counters + SIZE)
     step, tensor = tl.load(counters + SIZE + 1), tl.load(counters + SIZE + 2)
     if CHACHA:
-        words = triton_random.chacha20(key, block, high, step, tensor)
+        words = triton_random.chacha20(triton_random.load_key(CHACHA, key), block, high, step, tensor)
         for i in tl.static_range(16):
             tl.store(out + i * SIZE + lane, words[i])
     else:
-        words = triton_random.philox(key, block, high, step, tensor)
+        words = triton_random.philox(triton_random.load_key(CHACHA, key), block, high, step, tensor)
         for i in tl.static_range(4):
             tl.store(out + i * SIZE + lane, words[i])
 
