@@ -169,6 +169,21 @@ def test_strided_empty_and_scalar_tensors(seeded: Seeded) -> None:
     gpu.add([b[0].contiguous(), b[1], b[2]])  # tensors may come back in another form
 
 
+@pytest.mark.parametrize(("skipped", "offset"), [(1, 0), (0, 1), (3, 1)])
+def test_unaligned_tensors_get_the_same_noise(skipped: int, offset: int, seeded: Seeded) -> None:
+    """Vectors need aligned addresses; a view or a shard that starts elsewhere must not notice."""
+    shards, key = (Shard(0, offset, 300),), seeded(50)
+    recipe = spec("bsr").recipe()
+    cpu, gpu = CpuEngine(recipe, "philox", key, shards, 1), GpuEngine(recipe, "philox", key, shards, DEVICE)
+    for _ in range(2):
+        a, whole = torch.zeros(300), torch.zeros(skipped + 300 + 8, device=DEVICE)
+        cpu.add([a])
+        gpu.add([whole[skipped : skipped + 300]])
+        torch.testing.assert_close(a, whole[skipped : skipped + 300].cpu(), rtol=1e-6, atol=2e-6)
+        assert not whole[:skipped].any()
+        assert not whole[skipped + 300 :].any()
+
+
 def test_past_the_last_step_nothing_looks_like_noise(seeded: Seeded) -> None:
     """A captured graph cannot raise an error; it must not go on quietly either."""
     shards = (Shard(0, 0, 40),)

@@ -1,13 +1,13 @@
 """One fused pass per step on a GPU: read the gradient, make the row of C⁻¹Z in registers, write the sum back.
 
 One launch serves every tensor of a dtype. `programs[pid]` names a row of the table `rows`, which says where that
-tensor lies and which elements it holds (columns below). A program is one warp; it covers SPAN elements of one tensor, a
-part of TILES tiles at a time. The step is read from device memory, so a captured CUDA graph replays the next step every
-time; past the last step the scale is NaN, which no one can mistake for noise.
+tensor lies and which elements it holds (columns below). A program is one warp; it covers SPAN elements of one tensor,
+PART at a time: one or more tiles, each thread making as many neighbouring lanes, so that complete parts move in
+vectors. The step is read from device memory, so a captured CUDA graph replays the next step every time; past the last
+step the scale is NaN, which no one can mistake for noise.
 
-Each thread makes TILES neighbouring lanes, so complete parts are read and written in vectors of that many elements.
-
-Tuning knobs are at the top; they change speed only, never the numbers.
+Tuning knobs are at the top; they change speed only, never the numbers. Few registers per thread let many warps hide
+each other's waiting; these limits are the lowest that keep the main path's numbers in registers.
 """
 
 # mypy: ignore-errors
@@ -18,9 +18,9 @@ import triton.language as tl
 
 from quell.noise.triton_random import LANES, load_key, normals
 
-SPAN = {"chacha20": 2048, "philox": 2048}  # elements per program
-PART = {"chacha20": 512, "philox": 256}  # elements at a time: one or more tiles; powers of 2
-REGISTERS = {"chacha20": 80, "philox": 64}  # the most a thread may take: fewer let more warps share a processor
+SPAN = {"chacha20": 1024, "philox": 2048}  # elements per program; powers of 2, as are these:
+PART = {"chacha20": 512, "philox": 256}  # elements at a time
+REGISTERS = {"chacha20": 80, "philox": 64}  # the most a thread may take
 
 # Columns of `rows`, int64.
 POINTER, FIRST_PROGRAM, FIRST_SPAN, OFFSET, LENGTH, TENSOR, BUFFER, KEY = (tl.constexpr(i) for i in range(8))
@@ -43,9 +43,7 @@ def regenerate(
         low = block + skip // WORDS + lane
         x = _nothing(at, WORDS)
         made = 0
-        if (
-            not CHACHA
-        ):  # by itself the first draw is 10% faster; ChaCha20 would gain 1% and take twice as long to compile
+        if not CHACHA:  # written out, the first draw is 10% faster; ChaCha20's 1% is not worth twice the compile time
             z = normals(CHACHA, key, low, high, t.to(tl.uint32), tensor)
             tap = tl.load(taps)
             x = _fused(tap, z, x)
@@ -61,7 +59,8 @@ def regenerate(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def ring(
     programs, rows, key, counter, scales, scale_rows, steps, taps, tap_rows, buffers, count, stride,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr, KEEP_DRAW: tl.constexpr,
+    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
+    KEEP_DRAW: tl.constexpr,
 ):  # fmt: skip
     """x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d} over `count` kept rows; then x_t is kept, or z_t if KEEP_DRAW."""
     data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
@@ -69,19 +68,22 @@ def ring(
     at, lane = _lanes(WORDS, PART)
     kept += buffers
     taps += tl.minimum(t, tap_rows - 1) * (count + 1)
+    oldest = t % tl.maximum(count, 1)  # a 64-bit remainder is slow: once will do
     for skip in range(start // PART * PART, stop, PART):
         z = normals(CHACHA, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
         tap = tl.load(taps)
         x = _scaled(tap, z)
+        slot = oldest
         for d in range(1, count + 1):
+            slot = tl.where(slot > 0, slot, count) - 1
             tap = tl.load(taps + d)
-            y = _load(kept + (t + count - d) % count * stride + skip, at, start - skip, stop - skip, WORDS)
+            y = _load(kept + slot * stride + skip, at, start - skip, stop - skip, WORDS)
             x = _fused(tap, y, x)
         if count > 0:
             if KEEP_DRAW:
-                _store(kept + t % count * stride + skip, z, at, start - skip, stop - skip)
+                _store(kept + oldest * stride + skip, z, at, start - skip, stop - skip)
             else:
-                _store(kept + t % count * stride + skip, x, at, start - skip, stop - skip)
+                _store(kept + oldest * stride + skip, x, at, start - skip, stop - skip)
         g = _load(data + skip, at, start - skip, stop - skip, WORDS)
         _add(data + skip, g, x, scale, at, start - skip, stop - skip)
 
@@ -190,7 +192,7 @@ def _fused(c, a, b):
     """c·a + b, rounded once."""
     sums = ()
     for v in tl.static_range(len(a)):
-        sums = sums + (tl.fma(c, a[v], b[v]),)
+        sums += (tl.fma(c, a[v], b[v]),)
     return sums
 
 
@@ -207,7 +209,7 @@ def _load(base, at, start, stop, WORDS: tl.constexpr):
 def _load_whole(here, WORDS: tl.constexpr):
     values = ()
     for v in tl.static_range(WORDS):
-        values = values + (_flat(tl.load(here + v * LANES)),)  # constant distances cost no address arithmetic
+        values += (_flat(tl.load(here + v * LANES)),)  # constant distances cost no address arithmetic
     return values
 
 
@@ -215,7 +217,7 @@ def _load_whole(here, WORDS: tl.constexpr):
 def _load_some(here, at, start, stop, WORDS: tl.constexpr):
     values = ()
     for v in tl.static_range(WORDS):
-        values = values + (_flat(tl.load(here + v * LANES, mask=_within(at, v, start, stop), other=0.0)),)
+        values += (_flat(tl.load(here + v * LANES, mask=_within(at, v, start, stop), other=0.0)),)
     return values
 
 
@@ -238,7 +240,7 @@ def _add(data, g, x, scale, at, start, stop):
     for v in tl.static_range(len(x)):
         noise = x[v] * scale
         total = g[v] + noise if g[v].dtype == tl.float64 else g[v].to(tl.float32) + noise
-        sums = sums + (total.to(g[v].dtype),)
+        sums += (total.to(g[v].dtype),)
     _store(data, sums, at, start, stop)
 
 
