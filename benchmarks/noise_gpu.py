@@ -340,28 +340,35 @@ def goals(report: Report, results: dict[str, Any], ratio: float | None) -> None:
         judge("300 tensors / one flat tensor", ratio, 2.0)
 
 
+SETTINGS = {  # (SPAN, PART, REGISTERS): more per program, wider vectors, more or fewer warps at a time
+    "philox": ((2048, 256, 64), (1024, 256, 64), (4096, 256, 64), (2048, 256, 80), (2048, 512, 96), (2048, 512, 128)),
+    "chacha20": ((1024, 512, 80), (2048, 512, 80), (1024, 512, 96)),
+}
+
+
 def tune(report: Report, size: int = 10**8) -> None:
-    """Other block sizes, warps and prefetching for p = 1 and 2: what to write at the top of triton_kernels.py."""
-    report.say(f"\n## Tuning, {size:,} parameters, ms for p=1 and p=2\n")
-    report.say("| generator | BLOCKS | NUM_WARPS | PREFETCH | independent | λCGD | ring b=16 |")
+    """Other launch settings: what to write at the top of triton_kernels.py."""
+    names = ("independent", "λCGD", "ring b=16")
+    report.say(f"\n## Tuning, {size:,} parameters, ms; a copy takes {baselines(size)['copy']:.4g}\n")
+    report.say(f"| generator | SPAN | PART | REGISTERS | {' | '.join(names)} |")
     report.say("|---|---|---|---|---|---|---|")
-    kept = (triton_kernels.BLOCKS, triton_kernels.NUM_WARPS, dict(triton_kernels.PREFETCH))
-    for generator in GENERATORS:
-        for blocks, warps in ((128, 4), (256, 8), (64, 2), (32, 1), (256, 4), (64, 1)):
-            for prefetch in (True, False):
-                triton_kernels.BLOCKS, triton_kernels.NUM_WARPS = blocks, warps
-                triton_kernels.PREFETCH[generator] = prefetch
+    knobs = (triton_kernels.SPAN, triton_kernels.PART, triton_kernels.REGISTERS)
+    for generator, settings in SETTINGS.items():
+        kept = [knob[generator] for knob in knobs]
+        for setting in settings:
+            for knob, value in zip(knobs, setting, strict=True):
+                knob[generator] = value
 
-                def measure(generator: str = generator) -> list[float]:
-                    names = ("independent", "λCGD", "ring b=16")
-                    return [time_noise(CASES[n], generator, [torch.zeros(size, device=DEVICE)])[0] for n in names]
+            def measure(generator: str = generator) -> list[float]:
+                return [time_noise(CASES[n], generator, [torch.zeros(size, device=DEVICE)])[0] for n in names]
 
-                found = report.attempt(f"tuning {generator} {blocks}/{warps}", measure)
-                if found is not None:
-                    shown = " | ".join(f"{ms:.4g}" for ms in found)
-                    report.say(f"| {generator} | {blocks} | {warps} | {prefetch} | {shown} |")
-    triton_kernels.BLOCKS, triton_kernels.NUM_WARPS = kept[0], kept[1]
-    triton_kernels.PREFETCH.update(kept[2])
+            found = report.attempt(f"tuning {generator} {setting}", measure)
+            if found is not None:
+                report.say(
+                    f"| {generator} | {' | '.join(map(str, setting))} | {' | '.join(f'{ms:.4g}' for ms in found)} |"
+                )
+        for knob, value in zip(knobs, kept, strict=True):
+            knob[generator] = value
 
 
 def header(report: Report) -> None:

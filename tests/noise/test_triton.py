@@ -39,7 +39,7 @@ SHARDS = (Shard(0, 1000, 700), Shard(3, 0, 0), Shard(5, 2**40 + 5, 33), Shard(2,
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter pays per operation: smaller programs for the same operations."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(triton_kernels, "BLOCKS", LANES)
+        monkeypatch.setattr(triton_kernels, "SPAN", {"chacha20": 1024, "philox": 512})  # two parts
 
 
 def _gradients(dtype: Any = torch.float32) -> list[Any]:
@@ -52,11 +52,11 @@ def _store_words(key, counters, out, CHACHA: tl.constexpr, SIZE: tl.constexpr): 
     block, high = tl.load(counters + lane), tl.load(counters + SIZE)
     step, tensor = tl.load(counters + SIZE + 1), tl.load(counters + SIZE + 2)
     if CHACHA:
-        words = triton_random.chacha20(key, block, high, step, tensor)
+        words = triton_random.chacha20(triton_random.load_key(CHACHA, key), block, high, step, tensor)
         for i in tl.static_range(16):
             tl.store(out + i * SIZE + lane, words[i])
     else:
-        words = triton_random.philox(key, block, high, step, tensor)
+        words = triton_random.philox(triton_random.load_key(CHACHA, key), block, high, step, tensor)
         for i in tl.static_range(4):
             tl.store(out + i * SIZE + lane, words[i])
 
@@ -167,6 +167,21 @@ def test_strided_empty_and_scalar_tensors(seeded: Seeded) -> None:
     for one, other in zip(a, b, strict=True):
         torch.testing.assert_close(one, other.cpu(), rtol=1e-6, atol=1e-6)
     gpu.add([b[0].contiguous(), b[1], b[2]])  # tensors may come back in another form
+
+
+@pytest.mark.parametrize(("skipped", "offset"), [(1, 0), (0, 1), (3, 1)])
+def test_unaligned_tensors_get_the_same_noise(skipped: int, offset: int, seeded: Seeded) -> None:
+    """Vectors need aligned addresses; a view or a shard that starts elsewhere must not notice."""
+    shards, key = (Shard(0, offset, 300),), seeded(50)
+    recipe = spec("bsr").recipe()
+    cpu, gpu = CpuEngine(recipe, "philox", key, shards, 1), GpuEngine(recipe, "philox", key, shards, DEVICE)
+    for _ in range(2):
+        a, whole = torch.zeros(300), torch.zeros(skipped + 300 + 8, device=DEVICE)
+        cpu.add([a])
+        gpu.add([whole[skipped : skipped + 300]])
+        torch.testing.assert_close(a, whole[skipped : skipped + 300].cpu(), rtol=1e-6, atol=2e-6)
+        assert not whole[:skipped].any()
+        assert not whole[skipped + 300 :].any()
 
 
 def test_past_the_last_step_nothing_looks_like_noise(seeded: Seeded) -> None:

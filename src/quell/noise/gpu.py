@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from quell.errors import QuellError
 from quell.noise import triton_kernels as kernels
 from quell.noise.key import Key
-from quell.noise.layout import LANES, UNIT, Shard
+from quell.noise.layout import LANES, WORDS, Shard
 from quell.noise.secrecy import never_copied
 from quell.noise.spec import Recipe
 
@@ -51,7 +51,7 @@ class GpuEngine:
     ) -> None:
         self.recipe, self.shards, self.device = recipe, shards, device
         self._generator = generator
-        self._span = kernels.BLOCKS * UNIT // LANES  # elements per program
+        self._span = kernels.SPAN[generator]  # elements per program
         self._known_step, self._graphs = 0, False  # once a graph was captured, only the device knows the step
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._key = self._upload(
@@ -143,15 +143,14 @@ class GpuEngine:
         one = torch.ones(1, dtype=torch.float32, device=self.device)
         for launch in self._build([torch.float32] * len(self.shards)):
             self._point(launch, [out[self._parts[number]].data_ptr() for number in launch.members])
-            self._start(kernels.regenerate, launch, (one, 1, 2**62, one, 1), PREFETCH=False)
+            self._start(kernels.regenerate, launch, (one, 1, 2**62, one, 1))
 
     def _row(self, launch: _Launch) -> None:
         recipe = self.recipe
         scales = (self._scales, len(recipe.scales), recipe.steps)
         kept = (self._buffers, recipe.buffers, self._buffers.stride(0))
         if recipe.kind == "regenerate":
-            prefetch = kernels.PREFETCH[self._generator]
-            self._start(kernels.regenerate, launch, (*scales, self._taps, recipe.taps.shape[1]), PREFETCH=prefetch)
+            self._start(kernels.regenerate, launch, (*scales, self._taps, recipe.taps.shape[1]))
         elif recipe.kind == "ring":
             arguments = (*scales, self._taps, len(recipe.taps), *kept)
             self._start(kernels.ring, launch, arguments, KEEP_DRAW=recipe.keep_draw)
@@ -170,8 +169,11 @@ class GpuEngine:
                 *arguments,
                 CHACHA=self._generator == "chacha20",
                 DTYPE=DTYPES[launch.dtype],
-                BLOCKS=self._span * LANES // UNIT,
-                num_warps=kernels.NUM_WARPS,
+                WORDS=WORDS[self._generator],
+                SPAN=self._span,
+                PART=kernels.PART[self._generator],
+                num_warps=1,
+                maxnreg=kernels.REGISTERS[self._generator],
                 enable_fp_fusion=False,  # products and sums round one by one, as on the CPU
                 **options,
             )
@@ -187,9 +189,10 @@ class GpuEngine:
             firsts = [shard.offset // self._span for shard in shards]
             counts = [-(-shard.stop // self._span) - first for shard, first in zip(shards, firsts, strict=True)]
             starts = list(accumulate(counts, initial=0))[:-1]
+            key_words = 2 if self._generator == "philox" else 0  # per tensor; ChaCha20 has one key for all
             table = np.array(
                 [
-                    (0, start, first, shard.offset, shard.length, shard.tensor, self._parts[i].start, 2 * i)
+                    (0, start, first, shard.offset, shard.length, shard.tensor, self._parts[i].start, key_words * i)
                     for i, shard, start, first in zip(members, shards, starts, firsts, strict=True)
                 ],
                 np.int64,

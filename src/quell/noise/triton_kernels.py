@@ -1,11 +1,13 @@
 """One fused pass per step on a GPU: read the gradient, make the row of C⁻¹Z in registers, write the sum back.
 
 One launch serves every tensor of a dtype. `programs[pid]` names a row of the table `rows`, which says where that
-tensor lies and which elements it holds (columns below); a program covers BLOCKS lanes of 16 elements each. The step is
-read from device memory, so a captured CUDA graph replays the next step every time; past the last step the scale is
-NaN, which no one can mistake for noise.
+tensor lies and which elements it holds (columns below). A program is one warp; it covers SPAN elements of one tensor,
+PART at a time: one or more tiles, each thread making as many neighbouring lanes, so that complete parts move in
+vectors. The step is read from device memory, so a captured CUDA graph replays the next step every time; past the last
+step the scale is NaN, which no one can mistake for noise.
 
-Tuning knobs are at the top; they change speed only, never the numbers.
+Tuning knobs are at the top; they change speed only, never the numbers. Few registers per thread let many warps hide
+each other's waiting; these limits are the lowest that keep the main path's numbers in registers.
 """
 
 # mypy: ignore-errors
@@ -14,137 +16,157 @@ Tuning knobs are at the top; they change speed only, never the numbers.
 import triton
 import triton.language as tl
 
-from quell.noise.triton_random import LANES, normals
+from quell.noise.triton_random import LANES, load_key, normals
 
-BLOCKS = 128  # lanes per program; each makes 16 normals at a time
-NUM_WARPS = 4
-PREFETCH = {"chacha20": False, "philox": True}  # load the gradient before generating: for memory-bound passes
+SPAN = {"chacha20": 1024, "philox": 2048}  # elements per program; powers of 2, as are these:
+PART = {"chacha20": 512, "philox": 256}  # elements at a time
+REGISTERS = {"chacha20": 80, "philox": 64}  # the most a thread may take
 
 # Columns of `rows`, int64.
 POINTER, FIRST_PROGRAM, FIRST_SPAN, OFFSET, LENGTH, TENSOR, BUFFER, KEY = (tl.constexpr(i) for i in range(8))
 COLUMNS = tl.constexpr(8)
+ALIGNED = tl.constexpr(16)  # bytes, what vectors need
 UNSPECIALISED = ["steps", "scale_rows", "count", "tap_rows", "stride"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def regenerate(
     programs, rows, key, counter, scales, scale_rows, steps, taps, count,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, PREFETCH: tl.constexpr,
+    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """x_t = Σ_j taps_j·z_{t−j}, all z made anew."""
-    data, _, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, BLOCKS)
+    data, _, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
     t, scale = _now(counter, scales, scale_rows, steps)
-    at = _offsets(BLOCKS)
-    if PREFETCH:
-        g = _load(data, at, start, stop)
-    z = normals(CHACHA, key, block, high, t.to(tl.uint32), tensor)
-    tap = tl.load(taps)
-    x = _scaled(tap, z)
-    for j in range(1, tl.minimum(count, t + 1).to(tl.int32)):
-        z = normals(CHACHA, key, block, high, (t - j).to(tl.uint32), tensor)
-        tap = tl.load(taps + j)
-        x = _fused(tap, z, x)
-    if not PREFETCH:
-        g = _load(data, at, start, stop)
-    _add(data, g, x, scale, at, start, stop)
+    at, lane = _lanes(WORDS, PART)
+    draws = tl.minimum(count, t + 1).to(tl.int32)
+    for skip in range(start // PART * PART, stop, PART):
+        low = block + skip // WORDS + lane
+        x = _nothing(at, WORDS)
+        made = 0
+        if not CHACHA:  # written out, the first draw is 10% faster; ChaCha20's 1% is not worth twice the compile time
+            z = normals(CHACHA, key, low, high, t.to(tl.uint32), tensor)
+            tap = tl.load(taps)
+            x = _fused(tap, z, x)
+            made = 1
+        for j in range(made, draws):
+            z = normals(CHACHA, key, low, high, (t - j).to(tl.uint32), tensor)
+            tap = tl.load(taps + j)
+            x = _fused(tap, z, x)
+        g = _load(data + skip, at, start - skip, stop - skip, WORDS)
+        _add(data + skip, g, x, scale, at, start - skip, stop - skip)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def ring(
     programs, rows, key, counter, scales, scale_rows, steps, taps, tap_rows, buffers, count, stride,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, KEEP_DRAW: tl.constexpr,
+    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
+    KEEP_DRAW: tl.constexpr,
 ):  # fmt: skip
     """x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d} over `count` kept rows; then x_t is kept, or z_t if KEEP_DRAW."""
-    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, BLOCKS)
+    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
     t, scale = _now(counter, scales, scale_rows, steps)
-    at = _offsets(BLOCKS)
+    at, lane = _lanes(WORDS, PART)
     kept += buffers
     taps += tl.minimum(t, tap_rows - 1) * (count + 1)
-    z = normals(CHACHA, key, block, high, t.to(tl.uint32), tensor)
-    tap = tl.load(taps)
-    x = _scaled(tap, z)
-    for d in range(1, count + 1):
-        tap = tl.load(taps + d)
-        y = _load(kept + (t + count - d) % count * stride, at, start, stop)
-        x = _fused(tap, y, x)
-    if count > 0:
-        if KEEP_DRAW:
-            _store(kept + t % count * stride, z, at, start, stop)
-        else:
-            _store(kept + t % count * stride, x, at, start, stop)
-    _add(data, _load(data, at, start, stop), x, scale, at, start, stop)
+    oldest = t % tl.maximum(count, 1)  # a 64-bit remainder is slow: once will do
+    for skip in range(start // PART * PART, stop, PART):
+        z = normals(CHACHA, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
+        tap = tl.load(taps)
+        x = _scaled(tap, z)
+        slot = oldest
+        for d in range(1, count + 1):
+            slot = tl.where(slot > 0, slot, count) - 1
+            tap = tl.load(taps + d)
+            y = _load(kept + slot * stride + skip, at, start - skip, stop - skip, WORDS)
+            x = _fused(tap, y, x)
+        if count > 0:
+            if KEEP_DRAW:
+                _store(kept + oldest * stride + skip, z, at, start - skip, stop - skip)
+            else:
+                _store(kept + oldest * stride + skip, x, at, start - skip, stop - skip)
+        g = _load(data + skip, at, start - skip, stop - skip, WORDS)
+        _add(data + skip, g, x, scale, at, start - skip, stop - skip)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def exponentials(
     programs, rows, key, counter, scales, scale_rows, steps, taps, buffers, count, stride,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr,
+    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """x_t = z_t + Σ_i taps_i·s_i, then s_i ← z_t + taps_{count+i}·s_i."""
-    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, BLOCKS)
+    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
     t, scale = _now(counter, scales, scale_rows, steps)
-    at = _offsets(BLOCKS)
+    at, lane = _lanes(WORDS, PART)
     kept += buffers
-    z = normals(CHACHA, key, block, high, t.to(tl.uint32), tensor)
-    x = z
-    for i in range(count):
-        weight = tl.load(taps + i)
-        decay = tl.load(taps + count + i)
-        s = _load(kept, at, start, stop)
-        x = _fused(weight, s, x)
-        s = _fused(decay, s, z)
-        _store(kept, s, at, start, stop)
-        kept += stride  # i·stride would overflow 32 bits
-    _add(data, _load(data, at, start, stop), x, scale, at, start, stop)
+    for skip in range(start // PART * PART, stop, PART):
+        z = normals(CHACHA, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
+        x = z
+        state = kept + skip
+        for i in range(count):
+            weight = tl.load(taps + i)
+            decay = tl.load(taps + count + i)
+            s = _load(state, at, start - skip, stop - skip, WORDS)
+            x = _fused(weight, s, x)
+            s = _fused(decay, s, z)
+            _store(state, s, at, start - skip, stop - skip)
+            state += stride  # i·stride would overflow 32 bits
+        g = _load(data + skip, at, start - skip, stop - skip, WORDS)
+        _add(data + skip, g, x, scale, at, start - skip, stop - skip)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def fenwick(
     programs, rows, key, counter, scales, scale_rows, steps, moves, buffers, stride,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr,
+    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """node = z_t + buffer[moves_t0], x_t = node − buffer[moves_t1], node kept in buffer[moves_t2]; −1 is no buffer."""
-    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, BLOCKS)
+    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
     t, scale = _now(counter, scales, scale_rows, steps)
-    at = _offsets(BLOCKS)
+    at, lane = _lanes(WORDS, PART)
     kept += buffers
     moves += tl.minimum(t, steps - 1) * 3
     plus = tl.load(moves).to(tl.int64)
     minus = tl.load(moves + 1).to(tl.int64)
-    node = normals(CHACHA, key, block, high, t.to(tl.uint32), tensor)
-    stop_plus = tl.where(plus >= 0, stop, 0)
-    stop_minus = tl.where(minus >= 0, stop, 0)
-    y = _load(kept + tl.maximum(plus, 0) * stride, at, start, stop_plus)
-    node = _fused(1.0, y, node)
-    y = _load(kept + tl.maximum(minus, 0) * stride, at, start, stop_minus)
-    x = _fused(-1.0, y, node)
-    _store(kept + tl.load(moves + 2).to(tl.int64) * stride, node, at, start, stop)
-    _add(data, _load(data, at, start, stop), x, scale, at, start, stop)
+    into = tl.load(moves + 2).to(tl.int64)
+    stop_plus = tl.where(plus >= 0, stop, start)
+    stop_minus = tl.where(minus >= 0, stop, start)
+    for skip in range(start // PART * PART, stop, PART):
+        node = normals(CHACHA, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
+        y = _load(kept + tl.maximum(plus, 0) * stride + skip, at, start - skip, stop_plus - skip, WORDS)
+        node = _fused(1.0, y, node)
+        y = _load(kept + tl.maximum(minus, 0) * stride + skip, at, start - skip, stop_minus - skip, WORDS)
+        x = _fused(-1.0, y, node)
+        _store(kept + into * stride + skip, node, at, start - skip, stop - skip)
+        g = _load(data + skip, at, start - skip, stop - skip, WORDS)
+        _add(data + skip, g, x, scale, at, start - skip, stop - skip)
 
 
 @triton.jit
-def _place(programs, rows, key, CHACHA: tl.constexpr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where this program works: gradient and buffer positions, block indices, and its elements [start, stop)."""
+def _place(programs, rows, key, CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr):
+    """Where this program works: gradient and buffer positions, first block, and its elements [start, stop)."""
     pid = tl.program_id(0)
     number = tl.load(programs + pid).to(tl.int64)
     row = rows + number * COLUMNS
     span = tl.load(row + FIRST_SPAN) + pid - tl.load(row + FIRST_PROGRAM)  # spans count from the unsharded start
-    first = span * (BLOCKS * 16) - tl.load(row + OFFSET)  # of the shard; below 0 where it begins inside this span
+    first = span * SPAN - tl.load(row + OFFSET)  # of the shard; below 0 where it begins inside this span
     start = tl.maximum(-first, 0).to(tl.int32)
-    stop = tl.minimum(tl.load(row + LENGTH) - first, BLOCKS * 16).to(tl.int32)
+    stop = tl.minimum(tl.load(row + LENGTH) - first, SPAN).to(tl.int32)
     data = tl.load(row + POINTER).to(tl.pointer_type(DTYPE)) + first
     kept = tl.load(row + BUFFER) + first
-    lane = tl.arange(0, BLOCKS)
-    if CHACHA:
-        block = span * BLOCKS
-        within = lane
-    else:
-        block = span * (BLOCKS * 4)
-        within = (lane // LANES) * (LANES * 4) + lane % LANES
-        key += tl.load(row + KEY)
-    high = (block >> 32).to(tl.uint32)
-    low = (block & 0xFFFFFFFF).to(tl.uint32) + within.to(tl.uint32)
+    key = load_key(CHACHA, key + tl.load(row + KEY))
+    block = span * (SPAN // WORDS)
+    low, high = (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32)
     return data, kept, key, low, high, tl.load(row + TENSOR).to(tl.uint32), start, stop
+
+
+@triton.jit
+def _lanes(WORDS: tl.constexpr, PART: tl.constexpr):
+    """The lanes of a part: (LANES, tiles) positions of their first elements and, in `_flat` order, their numbers."""
+    TILES: tl.constexpr = PART // (LANES * WORDS)
+    lane = tl.arange(0, LANES)[:, None] * TILES + tl.arange(0, TILES)[None, :]
+    flat = tl.arange(0, LANES * TILES)
+    flat = flat % LANES * TILES + flat // LANES
+    return lane // LANES * (LANES * WORDS) + lane % LANES, flat.to(tl.uint32)
 
 
 @triton.jit
@@ -155,42 +177,100 @@ def _now(counter, scales, scale_rows, steps):
 
 
 @triton.jit
-def _offsets(BLOCKS: tl.constexpr):
-    lane = tl.arange(0, BLOCKS)
-    return (lane // LANES) * (LANES * 16) + lane % LANES
+def _nothing(at, WORDS: tl.constexpr):
+    """Tensors of −0, which change nothing they are added to."""
+    return (tl.full((at.numel,), -0.0, tl.float32),) * WORDS
 
 
 @triton.jit
 def _scaled(c, a):
-    return [c * a[v] for v in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)]
+    return [c * y for y in a]
 
 
 @triton.jit
 def _fused(c, a, b):
     """c·a + b, rounded once."""
-    return [tl.fma(c, a[v], b[v]) for v in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)]
+    sums = ()
+    for v in tl.static_range(len(a)):
+        sums += (tl.fma(c, a[v], b[v]),)
+    return sums
 
 
 @triton.jit
-def _load(base, at, start, stop):
-    return [
-        tl.load(base + (at + v * LANES), mask=(at + v * LANES >= start) & (at + v * LANES < stop), other=0.0)
-        for v in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-    ]
+def _load(base, at, start, stop, WORDS: tl.constexpr):
+    if _whole(base, at, start, stop, WORDS):
+        values = _load_whole(_aligned(base) + at, WORDS)
+    else:
+        values = _load_some(base + at, at, start, stop, WORDS)
+    return values
+
+
+@triton.jit
+def _load_whole(here, WORDS: tl.constexpr):
+    values = ()
+    for v in tl.static_range(WORDS):
+        values += (_flat(tl.load(here + v * LANES)),)  # constant distances cost no address arithmetic
+    return values
+
+
+@triton.jit
+def _load_some(here, at, start, stop, WORDS: tl.constexpr):
+    values = ()
+    for v in tl.static_range(WORDS):
+        values += (_flat(tl.load(here + v * LANES, mask=_within(at, v, start, stop), other=0.0)),)
+    return values
 
 
 @triton.jit
 def _store(base, values, at, start, stop):
-    for v in tl.static_range(16):
-        here = at + v * LANES
-        tl.store(base + here, values[v], mask=(here >= start) & (here < stop))
+    if _whole(base, at, start, stop, len(values)):
+        here = _aligned(base) + at
+        for v in tl.static_range(len(values)):
+            tl.store(here + v * LANES, _wide(values[v], at))
+    else:
+        here = base + at
+        for v in tl.static_range(len(values)):
+            tl.store(here + v * LANES, _wide(values[v], at), mask=_within(at, v, start, stop))
 
 
 @triton.jit
 def _add(data, g, x, scale, at, start, stop):
     """gradient + (scale·x rounded to float32), rounded once to the gradient's dtype."""
-    for v in tl.static_range(16):
-        here = at + v * LANES
+    sums = ()
+    for v in tl.static_range(len(x)):
         noise = x[v] * scale
         total = g[v] + noise if g[v].dtype == tl.float64 else g[v].to(tl.float32) + noise
-        tl.store(data + here, total.to(g[v].dtype), mask=(here >= start) & (here < stop))
+        sums += (total.to(g[v].dtype),)
+    _store(data, sums, at, start, stop)
+
+
+@triton.jit
+def _whole(base, at, start, stop, WORDS: tl.constexpr):
+    """Is the part complete, and aligned for vectors? A single tile has none."""
+    if at.shape[1] == 1:
+        return False
+    else:  # noqa: RET505 - the compiler prunes the branch not taken
+        return (start <= 0) & (stop >= WORDS * at.numel) & (base.to(tl.int64) % ALIGNED == 0)
+
+
+@triton.jit
+def _aligned(base):
+    """The same address, which the compiler now knows to be aligned."""
+    return tl.multiple_of((base.to(tl.int64) // ALIGNED * ALIGNED).to(base.dtype), ALIGNED)
+
+
+@triton.jit
+def _within(at, v: tl.constexpr, start, stop):
+    """start ≤ at + v·LANES < stop, by one comparison: below `start` the unsigned difference is huge."""
+    return (at - start + v * LANES).to(tl.uint32) < (stop - start).to(tl.uint32)
+
+
+@triton.jit
+def _flat(x):
+    """(LANES, TILES) in memory's order to the one axis on which numbers are made; no value leaves its thread."""
+    return tl.reshape(tl.trans(x), (x.numel,))
+
+
+@triton.jit
+def _wide(x, like):
+    return tl.trans(tl.reshape(x, (like.shape[1], like.shape[0])))
