@@ -81,8 +81,7 @@ class FlatEngine(Engine):
             return 1.0
         if len(passes) == 1:
             return float(passes[0])
-        sizes = torch.tensor(passes, device=device)
-        return sizes.repeat_interleave(sizes).float()
+        return torch.cat([torch.full((size,), float(size), device=device) for size in passes])
 
     def discard(self) -> None:
         super().discard()
