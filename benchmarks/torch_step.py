@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     parser.add_argument("--batch", type=int, help="examples per step (default: 64 and 8; on a GPU 256 and 32)")
     parser.add_argument("--length", type=int, help="tokens per sequence (default: 32; on a GPU 128)")
-    parser.add_argument("--micro-batch", type=int, help="default: 16 and 2; on a GPU 64 and 8")
+    parser.add_argument("--micro-batch", type=int, help="default: 16 and 2; on a GPU 128 and 8")
     parser.add_argument("--generator", default="chacha20", choices=["chacha20", "philox"])
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     options = parser.parse_args()
@@ -364,7 +364,7 @@ def task_of(name: str, options: argparse.Namespace, cuda: bool) -> Task:
         options.device,
         options.batch or (256 if small else 32) // divisor,
         options.length or 128 // divisor,
-        options.micro_batch or (64 if small else 8) // divisor,
+        options.micro_batch or ((128 if cuda else 16) if small else 8 // divisor),
         options.generator,
     )
 

@@ -47,7 +47,7 @@ class FlatEngine(Engine):
         self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
     ) -> None:
         super().__init__(params, max_grad_norm, loss_reduction)
-        self._model = model
+        self._all = list(model.parameters())  # also those that the optimizer does not train
         _silence_first_layers()
         # For a mean loss Opacus multiplies every layer's gradients by the batch size; `_scales` does it per example.
         self._hooks = _Gradients(model, loss_reduction="sum", strict=False)
@@ -81,15 +81,14 @@ class FlatEngine(Engine):
             return 1.0
         if len(passes) == 1:
             return float(passes[0])
-        sizes = torch.tensor(passes, device=device)
-        return sizes.repeat_interleave(sizes).float()
+        return torch.cat([torch.full((size,), float(size), device=device) for size in passes])
 
     def discard(self) -> None:
         super().discard()
         self._drop()
 
     def _drop(self) -> None:
-        for parameter in self._model.parameters():  # also those that the optimizer does not train
+        for parameter in self._all:
             parameter.grad_sample = None
             parameter.grad = None  # the sum without clipping, which autograd makes as well
 
@@ -110,7 +109,7 @@ class GhostEngine(DeferredEngine):
         self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
     ) -> None:
         super().__init__(params, max_grad_norm, loss_reduction)
-        self.model = model
+        self.model, self._all = model, list(model.parameters())
         self.sharded = any(is_sharded(parameter) for parameter in params.values())
         _refuse_ties(model)
         if any(parameter.requires_grad for parameter in model.parameters(recurse=False)):
@@ -155,7 +154,7 @@ class GhostEngine(DeferredEngine):
         return self._sums_of(measured, examples)
 
     def _drop_gradients(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in self._all:
             parameter.grad = None
 
     def _sums_of(self, measured: set[int], examples: int) -> Clipped:
@@ -195,7 +194,7 @@ class GhostEngine(DeferredEngine):
         mask[:1] = float(alone)
         torch.autograd.backward(outputs, [_scaled(gradient, mask) for gradient in gradients], retain_graph=True)
         factor = world()[1] if self.sharded else 1
-        found_gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        found_gradients = [local(p.grad) for p in self._all if p.grad is not None]
         squares = [(gradient.float() * factor).square().sum() for gradient in found_gradients]
         real_square = torch.stack(squares).sum() if squares else mask.new_zeros(())
         both = torch.stack([real_square, norms[:1].square().sum() if alone else mask.new_zeros(())])

@@ -94,13 +94,8 @@ class PlannedLoader(DataLoader[Any]):
         return {"step": self.run.step, **self.run.name()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for what, value in self.run.name().items():
-            if state.get(what) != value:
-                raise QuellError(f"the loader's state has {what} {state.get(what)}, this run has {value}: {_SAME_RUN}")
+        self.run.require_own(state)
         self._loaded_step = int(state["step"])
-
-
-_SAME_RUN = "resume with the plan, data and key of that run"
 
 
 class PlannedSampler(Sampler[list[int]]):

@@ -172,9 +172,7 @@ class PrivateOptimizer(Optimizer):
         if "quell" not in state_dict:
             raise QuellError("this is not the state of a private optimizer: pass what its state_dict() returned")
         own = state_dict["quell"]
-        for what, value in self.run.name().items():
-            if own.get(what) != value:
-                raise QuellError(f"the state has {what} {own.get(what)}, this run has {value}: {_SAME_RUN}")
+        self.run.require_own(own)
         self.run.noise.load_state_dict(own["noise"], replay=replay)
         self._to_replay = None
         if replay and self.run.noise.released > self.run.step:
@@ -289,10 +287,6 @@ _HOOKS = (
     "_optimizer_state_dict_post_hooks",
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
-)
-_SAME_RUN = (
-    'resume with the plan, data and key of that run (make_private(..., key="run.key") keeps the key in a file, from '
-    "the first run on)"
 )
 _SAME_PARAMETERS = "freeze, unfreeze and add layers before calling it"
 

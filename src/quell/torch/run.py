@@ -7,7 +7,7 @@ noise is added lies in one place, `Run.unfinished`, and is dropped as a whole: h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,15 @@ class Run:
     def name(self) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that loads it."""
         return {"scheme": repr(self.batches.scheme), "examples": self.batches.examples, "key_id": self.noise.key.id}
+
+    def require_own(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another run."""
+        for what, value in self.name().items():
+            if state.get(what) != value:
+                raise QuellError(
+                    f"the state has {what} {state.get(what)}, this run has {value}: resume with the plan, data and key "
+                    'of that run (make_private(..., key="run.key") keeps the key in a file, from the first run on)'
+                )
 
 
 def _named(portion: Portion) -> str:
