@@ -3,9 +3,9 @@
     python benchmarks/torch_step.py [--device cuda] [--models cnn,transformer] [--rounds 15] [--markdown FILE]
 
 Contenders take turns in a shuffled order, round after round, so that a busy machine slows them alike; medians are
-compared. Every banded inverse mechanism is run with each way of clipping: `flat` against Opacus's hooks, `ghost`
-against its ghost clipping, and `microbatch`, which Opacus does not have, against the hooks. Goal: at most 1.00 times
-the step and the memory.
+compared. Every banded inverse mechanism is run with each way of clipping, and Opacus anew beside each: `flat` against
+its hooks, `ghost` against its ghost clipping, and `microbatch`, which Opacus does not have, against the hooks. Goal: at
+most 1.00 times the step and the memory.
 
 On a GPU a step takes what the clock says. On a CPU it takes what the process was given, by default with one thread:
 on an idle machine that is the same, and on a shared one it leaves out the waiting.
@@ -222,20 +222,26 @@ def contenders() -> dict[tuple[str, str], Callable[[Task], Contender]]:
     return found
 
 
-def seconds(task: Task, rounds: int, warm_up: int) -> dict[tuple[str, str], float]:
+def compared(clipping: str) -> list[tuple[str, str]]:
+    """Opacus, and every mechanism with this way of clipping."""
+    return [("Opacus DP-SGD", RIVAL[clipping]), *((mechanism, clipping) for mechanism in MECHANISMS)]
+
+
+def seconds(task: Task, names: list[tuple[str, str]], rounds: int, warm_up: int) -> list[float]:
     """The median time of a step, contenders taking turns."""
-    steps = {name: make(task) for name, make in contenders().items()}
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in steps}
-    for contender in steps.values():
+    made = contenders()
+    taking_part = [made[name](task) for name in names]
+    times: list[list[float]] = [[] for _ in names]
+    for contender in taking_part:
         contender.past_the_start()
     for number in range(warm_up + rounds):
-        for name, contender in random.sample(list(steps.items()), len(steps)):
-            contender.between()
+        for place in random.sample(range(len(names)), len(names)):
+            taking_part[place].between()
             start = now(task)
-            contender.step()
+            taking_part[place].step()
             if number >= warm_up:
-                times[name].append(now(task) - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+                times[place].append(now(task) - start)
+    return [statistics.median(found) for found in times]
 
 
 def now(task: Task) -> float:
@@ -297,23 +303,25 @@ def _child(sender: Any, task: Task, name: tuple[str, str], steps: int) -> None:
     sender.send(peak_megabytes(task, name, steps))
 
 
-def table(task: Task, times: dict[tuple[str, str], float], peaks: dict[tuple[str, str], float]) -> list[str]:
+def heading(task: Task) -> list[str]:
     size = sum(p.numel() for p in task.model().parameters())
     shape = f"batch {task.batch}" + (f" of {task.length} tokens" if task.name == "transformer" else "")
-    lines = [
+    return [
+        "",
         f"## {task.name}: {size / 1e6:.2g} million parameters, {shape}, micro-batches of {task.micro_batch}",
         "",
         "| mechanism | clipping | step, ms | × Opacus | peak memory, MiB | × Opacus |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for name, value in times.items():
-        mechanism, clipping = name
-        rival = "Opacus DP-SGD", RIVAL.get(clipping, clipping) if mechanism != "Opacus DP-SGD" else clipping
-        lines.append(
-            f"| {mechanism} | {clipping} | {1e3 * value:.1f} | {value / times[rival]:.2f} | {peaks[name]:.0f} | "
-            f"{peaks[name] / max(peaks[rival], 1e-9):.2f} |"
-        )
-    return [*lines, ""]
+
+
+def rows(names: list[tuple[str, str]], times: list[float], peaks: dict[tuple[str, str], float]) -> list[str]:
+    """Each compared with the first, which is Opacus."""
+    return [
+        f"| {mechanism} | {clipping} | {1e3 * value:.1f} | {value / times[0]:.2f} | {peaks[mechanism, clipping]:.0f} | "
+        f"{peaks[mechanism, clipping] / max(peaks[names[0]], 1e-9):.2f} |"
+        for (mechanism, clipping), value in zip(names, times, strict=True)
+    ]
 
 
 def quiet() -> None:
@@ -347,14 +355,16 @@ def main() -> None:
         f"`benchmarks/torch_step.py` on {where}; torch {torch.__version__}, noise from {options.generator}; medians of "
         f"{options.rounds} rounds in which the contenders took turns; {'wall' if cuda else 'processor'} time. "
         "microbatch is compared with Opacus's hooks.",
-        "",
     ]
     for task, peak in zip(tasks, peaks, strict=True):
-        lines += table(task, seconds(task, options.rounds, options.warm_up), peak)
-        print("\n".join(lines), flush=True)
-        if options.markdown is not None:
-            options.markdown.write_text("\n".join(lines))
-        gc.collect()
+        lines += heading(task)
+        for clipping in RIVAL:
+            names = compared(clipping)
+            lines += rows(names, seconds(task, names, options.rounds, options.warm_up), peak)
+            if options.markdown is not None:
+                options.markdown.write_text("\n".join([*lines, ""]))
+            gc.collect()
+    print("\n".join(lines))
 
 
 def task_of(name: str, options: argparse.Namespace, cuda: bool) -> Task:
