@@ -329,8 +329,7 @@ def goals(report: Report, results: dict[str, Any], ratio: float | None) -> None:
     judge("λCGD philox / (randn + add)", ms("λCGD philox") / results["randn + add"], 0.9)
     judge("λCGD chacha20 / naive λCGD", ms("λCGD chacha20") / results["naive λCGD"], 0.9)
     judge("independent philox / copy", ms("independent philox") / results["copy"], 1.25)
-    for bands in (4, 16, 64):
-        case = f"ring b={bands} philox"
+    for case in (f"ring b={bands} {generator}" for generator in GENERATORS for bands in (4, 16, 64)):
         if case in results:
             judge(f"{case}, share of the bandwidth floor", results[case]["floor"] / ms(case), 0.8, at_least=True)
     for case in ("λCGD philox", "BISR p=16 chacha20"):
