@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
+
 from quell.errors import QuellError
 from quell.privacy import (
     Estimate,
@@ -23,6 +25,7 @@ from quell.privacy import (
     poisson,
 )
 from quell.privacy.bin_pair import BinPair
+from quell.privacy.bins import Bins
 from quell.privacy.coins import coin_delta, coin_epsilon
 from quell.privacy.importance import pilot
 from quell.privacy.ledger import Ledger, round_up
@@ -80,16 +83,27 @@ def quick_epsilon(strategy: Strategy, scheme: Scheme, sigma: float, delta: float
 def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> float:
     """Noise that is needed whatever the accountant says, in milliseconds: what a search may prune by.
 
-    Under balls-in-bins sampling every pattern moves the output along the mean pattern m̄ by ⟨m_j, m̄⟩/‖m̄‖ at least, and
-    seen along that line alone the mechanism is no harder to tell apart than a Gaussian one of the smallest of these.
+    Two bounds under balls-in-bins sampling. Every pattern moves the output along the mean pattern m̄ by ⟨m_j, m̄⟩/‖m̄‖ at
+    least, and seen along that line alone the mechanism is no harder to tell apart than a Gaussian one of the smallest
+    of these. And by Kahane's inequality (`quell.privacy.bins`) δ only shrinks when overlaps are taken for 0 and all
+    bins for the lightest: then noise is that of independent bins, which is known exactly.
     """
     match scheme:
         case Cyclic():
             return calibrate(strategy, scheme, epsilon, delta).noise_multiplier
         case BallsInBins():
             bins = balls_in_bins.ledger_of(strategy, scheme).bins
-            return float(bins.pull.min()) / math.sqrt(float(bins.pull.mean())) * gaussian_sigma(epsilon, delta)
+            pulled = float(bins.pull.min()) / math.sqrt(float(bins.pull.mean())) * gaussian_sigma(epsilon, delta)
+            lightest = math.sqrt(float(bins.energies.min()))
+            return max(pulled, lightest * _apart(bins.count, epsilon, delta))
     return 0.0
+
+
+@lru_cache(maxsize=64)
+def _apart(bins: int, epsilon: float, delta: float) -> float:
+    """Noise for so many bins of norm 1 that do not overlap, a little rounded down."""
+    ledger = balls_in_bins.BinLedger(Bins(np.eye(1, bins)[0]))
+    return 0.995 * _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon), ledger, epsilon, delta)
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from quell.planning import Plan, fits
 from quell.questions import Choice, changes
 from quell.sampling import Cyclic
 from quell.search import pareto
-from quell.strategy.family import OPTIMISED_FOR
+from quell.strategy.family import HORIZON
 from quell.verification import Check
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _CAPTION = (
     "σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. gain: DP-SGD's RMSE, an "
     "estimate under amplification, over this one. mem: model-sized vectors kept. draws: noise vectors made per step. "
-    "p: bands, d: buffers, s: optimised as if examples came back after s steps. *: columns normalised."
+    "p: bands, d: buffers, h: optimised as if the effect of a step faded over h steps. *: columns normalised."
 )
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
 _PLAN_CAPTION = " train: the objective of the plan. ~: estimated, not certified. Dimmed: beyond the limits."
@@ -84,7 +84,7 @@ def _noise(mechanism: Mechanism) -> str:
 
 def label(mechanism: Mechanism) -> str:
     """Family and parameters, short enough for a table."""
-    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", OPTIMISED_FOR: "s"}
+    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", HORIZON: "h"}
     parameters = mechanism.strategy.parameters
     shown = {name: value for name, value in parameters.items() if name in symbols and (name, value) != ("lambda", 1.0)}
     settings = [

@@ -10,7 +10,7 @@ cheap (`quell.error`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -143,6 +143,18 @@ def sgd(
         )
     rates = None if learning_rates is None else _checked_rates(learning_rates, steps)
     return Workload(steps, weight_decay, momentum, rates)
+
+
+def forgetting(workload: Workload, horizon: float) -> Workload:
+    """The workload with the effect of a step fading like e^(−t/horizon).
+
+    >>> forgetting(prefix(3), 2.0).coefficients
+    array([1.  , 0.5 , 0.25])
+    """
+    share = max(0.0, 1.0 - 1.0 / horizon)
+    if workload.given is not None:
+        return replace(workload, given=workload.given * share ** np.arange(workload.steps))
+    return replace(workload, decay=workload.decay * share)
 
 
 def schedule(name: str, steps: int) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from quell._types import Array
 from quell.sampling import Participation
-from quell.strategy.family import OPTIMISED_FOR, Candidates, Family, Limits
+from quell.strategy.family import HORIZON, Candidates, Family, Limits
 from quell.strategy.fractional import best_lambda
 from quell.strategy.optimised import Solution, Watch, decoder, solve
 from quell.strategy.square_root import roots
@@ -63,6 +63,6 @@ BAND_INV = Family(
     band_inv,
     _planned,
     required=("bands",),
-    optional={"objective": "rmse", OPTIMISED_FOR: None},
+    optional={"objective": "rmse", HORIZON: None},
     normalisable=True,
 )

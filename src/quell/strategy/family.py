@@ -11,7 +11,7 @@ from quell.strategy.structure import Parameter, Strategy
 from quell.workload import Workload
 
 Candidates = Iterable[Mapping[str, Parameter]]
-OPTIMISED_FOR = "optimised_for"  # the parameter of families that can be optimised for another separation
+HORIZON = "horizon"  # the parameter of families that can be shaped for a workload that forgets
 _MOST_WORK = 6e8  # operations that one candidate's error may take
 
 
