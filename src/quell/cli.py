@@ -293,7 +293,7 @@ def price(
     buffers: Annotated[int | None, typer.Option(help="Buffers of a blt.")] = None,
     horizon: Annotated[
         int | None,
-        typer.Option(help="For optimised mechanisms: cancel as if a step's effect faded over so many steps."),
+        typer.Option(help="For optimised mechanisms: optimise for sums that fade over so many steps."),
     ] = None,
     objective: Objective = None,
     column_normalise: Normalise = None,

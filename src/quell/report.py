@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _CAPTION = (
     "σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. gain: DP-SGD's RMSE, an "
     "estimate under amplification, over this one. mem: model-sized vectors kept. draws: noise vectors made per step. "
-    "p: bands, d: buffers, h: optimised as if the effect of a step faded over h steps. *: columns normalised."
+    "p: bands, d: buffers, h: optimised for sums that fade over h steps. *: columns normalised."
 )
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
 _PLAN_CAPTION = " train: the objective of the plan. ~: estimated, not certified. Dimmed: beyond the limits."

@@ -33,27 +33,28 @@ from quell.strategy.fractional import best_lambda
 
 Progress = Callable[[int, int, str], None]
 Parameters = dict[str, Parameter]
+_Key = tuple[str, str, str]  # family, parameters in words, scheme
 
 _LOOK_AHEAD = 16  # buffers that are looked at beyond a smaller limit: what would more memory buy?
 _POINTS = 20  # values on a continuous line
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _UNAMPLIFIED = ("tree", "dense", "diagonal", "band")  # baselines, and one whose Gram matrix takes seconds
 _FADING = {"band_inv": 2, "band_toeplitz": 16}  # shaped for horizons as well, with at least so many bands
-_LONGEST = 4.0  # runs: the longest horizon
+_SHORTEST, _LONGEST = 8.0, 4.0  # the horizons that are tried, in steps and in runs
 _MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies are amplified
 
 
 @dataclass
 class Search:
-    """What has been tried so far for one set-up. Keys are (family, parameters in words, scheme)."""
+    """What has been tried so far for one set-up."""
 
     setup: Setup
     problem: Problem
-    seen: dict[tuple[str, str, str], Mechanism | None] = field(default_factory=dict)  # None: cannot be had
+    seen: dict[_Key, Mechanism | None] = field(default_factory=dict)  # None: cannot be had
     strategies: dict[tuple[str, str], Strategy | None] = field(default_factory=dict)
     parameters: dict[tuple[str, str], Parameters] = field(default_factory=dict)
     sizes: dict[tuple[Parameter | None, ...], bool] = field(default_factory=dict)  # whether they fit
-    bounds: dict[tuple[str, str, str], float] = field(default_factory=dict)  # on the noise under amplification
+    bounds: dict[_Key, float] = field(default_factory=dict)  # on the noise under amplification
     latest: dict[str, float] = field(default_factory=dict)  # noise over its bound, of the last one under a scheme
 
     @property
@@ -87,22 +88,24 @@ class Search:
     def show_ruled_out(self, objective: str) -> None:
         """Estimate the most promising one of every family that only had bounds under amplification, for the table."""
         shown = {family for family, _, sampling in self.seen if sampling != Cyclic.name}
-        promising: dict[str, tuple[float, tuple[str, str, str]]] = {}
+        promising: dict[str, tuple[float, _Key, Strategy]] = {}
         for key, noise in self.bounds.items():
             strategy = self.strategies[key[:2]]
-            if key[0] not in shown and strategy is not None:
-                bound = noise * self.problem.unit_score(strategy, objective)
-                promising[key[0]] = min(promising.get(key[0], (math.inf, key)), (bound, key))
-        for _, key in promising.values():
-            self._estimate(key, self.strategies[key[:2]])
+            if key[0] in shown or strategy is None:
+                continue
+            bound = noise * self.problem.unit_score(strategy, objective)
+            if key[0] not in promising or bound < promising[key[0]][0]:
+                promising[key[0]] = bound, key, strategy
+        for _, key, strategy in promising.values():
+            self._estimate(key, strategy)
 
-    def _least(self, key: tuple[str, str, str], strategy: Strategy) -> float:
+    def _least(self, key: _Key, strategy: Strategy) -> float:
         if key not in self.bounds:
             scheme = self.problem.scheme_of(strategy, key[2])
             self.bounds[key] = least(strategy, scheme, self.setup.epsilon, self.setup.delta)
         return self.bounds[key]
 
-    def _estimate(self, key: tuple[str, str, str], strategy: Strategy) -> None:
+    def _estimate(self, key: _Key, strategy: Strategy) -> None:
         sampling = key[2]
         bound = self.bounds.get(key, 0.0)
         near = bound * self.latest[sampling] if bound and sampling in self.latest else None
@@ -251,15 +254,13 @@ def _lines(problem: Problem, within: Limits, beyond: Limits) -> Iterator[tuple[s
 
 
 def _less_cancelling(problem: Problem, limits: Limits) -> Iterator[tuple[str, list[Parameters]]]:
-    """Optimised families, searched as if the effect of a step faded.
+    """Optimised families, shaped for plain sums that fade.
 
-    What is optimal without amplification cancels too much for amplified RMSE, and for training. The optimum for a
-    workload that forgets cancels less; it is as good a strategy as any, and priced for the true workload.
+    What is optimal without amplification cancels too much for amplified RMSE, and for training; with momentum more so.
+    The optimum for sums that fade cancels less; it is as good a strategy as any, and priced for the true workload.
     """
-    momentum, steps = problem.workload.momentum, problem.workload.steps
-    shortest = max(8.0, 2.0 / (1.0 - momentum))
-    longest = _LONGEST * steps
-    halves = range(max(1, math.ceil(2 * math.log2(longest / shortest))))
+    longest = _LONGEST * problem.workload.steps
+    halves = range(max(1, math.ceil(2 * math.log2(longest / _SHORTEST))))
     horizons = sorted({round(longest / 2 ** (half / 2)) for half in halves})
     bands = {name: max((int(each["bands"]) for each in FAMILIES[name].grid(limits)), default=0) for name in _FADING}
     sizes = {"blt": {"buffers": int(min(limits.buffers, 2))}, **{name: {"bands": most} for name, most in bands.items()}}

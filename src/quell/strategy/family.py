@@ -11,7 +11,7 @@ from quell.strategy.structure import Parameter, Strategy
 from quell.workload import Workload
 
 Candidates = Iterable[Mapping[str, Parameter]]
-HORIZON = "horizon"  # the parameter of families that can be shaped for a workload that forgets
+HORIZON = "horizon"  # the parameter of families that can be shaped for sums that fade
 _MOST_WORK = 6e8  # operations that one candidate's error may take
 
 

@@ -12,7 +12,7 @@ from quell.sampling import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
 from quell.strategy.family import HORIZON, Family
 from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy
-from quell.workload import Workload, forgetting
+from quell.workload import Workload, forgetting, sgd
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
@@ -44,7 +44,7 @@ def build(
     """The strategy of family `name` for a workload and participation pattern.
 
     An optimised family can be given the `solution` it found before; it is then taken as it is and not searched again.
-    Some can be shaped as if the effect of a step faded over `horizon` steps, which makes them cancel less.
+    Some can be shaped for sums that fade over `horizon` steps instead, which makes them cancel less.
 
     >>> from quell.workload import prefix
     >>> build("bisr", prefix(100), Participation(100, 10), bands=4)
@@ -65,9 +65,7 @@ def build(
     given: dict[str, Any] = {name: _checked(family, name, value) for name, value in parameters.items()}
     horizon = given.pop(HORIZON, None)
     if horizon is not None:
-        workload = forgetting(workload, horizon)
-        if workload.decay <= workload.momentum:
-            raise QuellError(f"horizon={horizon} is as short as the momentum's own memory: take a longer one")
+        workload = forgetting(sgd(workload.steps, weight_decay=workload.decay), horizon)
     if "lambda" in given:
         given["lambda_"] = given.pop("lambda")  # a Python keyword
     if solution is not None:
