@@ -31,7 +31,7 @@ from quell.progress import listening
 from quell.sampling import SCHEMES, Cyclic, scheme_names
 from quell.setup import Setup, refuse_decay_rate
 from quell.strategy import FAMILIES, Parameter, build, find
-from quell.strategy.family import HORIZON
+from quell.strategy.family import HORIZON, known_as
 
 HELP = """
 Train models with differential privacy under [bold]correlated noise[/bold].
@@ -477,7 +477,7 @@ def mechanisms(as_json: AsJson = False) -> None:
         return
     table = Table("mechanism", "parameters", "what it does")
     for family in FAMILIES.values():
-        table.add_row(family.name, ", ".join(_parameters(family.name)), family.summary)
+        table.add_row(known_as(family), ", ".join(_parameters(family.name)), family.summary)
     console.print(table)
 
 

@@ -266,7 +266,8 @@ def _less_cancelling(problem: Problem, limits: Limits) -> Iterator[tuple[str, li
     sizes = {"blt": {"buffers": int(min(limits.buffers, 2))}, **{name: {"bands": most} for name, most in bands.items()}}
     for family, size in sizes.items():
         if max(size.values()) >= _FADING.get(family, 1):
-            yield family, [{**size, HORIZON: h, "column_normalise": False} for h in horizons]
+            normalise = FAMILIES[family].normalisable and problem.sampling == Cyclic.name  # amplified it gains little
+            yield family, [{**size, HORIZON: h, "column_normalise": normalise} for h in horizons]
 
 
 def _ticks(progress: Progress | None, total: int) -> Callable[[str], None]:

@@ -59,9 +59,10 @@ def _planned(limits: Limits) -> Candidates:
 
 BAND_INV = Family(
     "band_inv",
-    "optimal C^-1 with `bands` diagonals (BandInvMF), needs no buffers (arXiv:2505.12128)",
+    "optimal C^-1 with `bands` diagonals, needs no buffers (arXiv:2505.12128)",
     band_inv,
     _planned,
+    paper="BandInvMF",
     required=("bands",),
     optional={"objective": "rmse", HORIZON: None},
     normalisable=True,

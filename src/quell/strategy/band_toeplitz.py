@@ -54,6 +54,7 @@ BAND_TOEPLITZ = Family(
     "optimal Toeplitz C with `bands` diagonals, needs bands - 1 buffers (arXiv:2405.15913)",
     band_toeplitz,
     Limits.strategy_bands,
+    paper="Toeplitz BandMF",
     required=("bands",),
     optional={"objective": "rmse", HORIZON: None},
     normalisable=True,

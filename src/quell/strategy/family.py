@@ -58,6 +58,7 @@ class Family:
     normalisable: bool = False
     normalised: bool = False  # by default
     constant_rate_only: bool = False
+    paper: str = ""  # what papers call it, where that is another name
 
     def candidates(self, workload: Workload, limits: Limits) -> Iterator[dict[str, Parameter]]:
         """Parameter values worth pricing within the limits, column-normalised variants included."""
@@ -66,3 +67,8 @@ class Family:
         for parameters in self.grid(limits):
             variants = (False, True) if self.normalisable else (False,)
             yield from ({**parameters, "column_normalise": normalise} for normalise in variants)
+
+
+def known_as(family: Family) -> str:
+    """The family's name, and what papers call it."""
+    return f"{family.name} ({family.paper})" if family.paper else family.name
