@@ -86,16 +86,16 @@ class Workload:
 
     def apply(self, columns: Array) -> Array:
         """A @ columns for an array of shape (n,) or (n, m), in O(n·m) for SGD workloads."""
-        from scipy.signal import lfilter
+        from quell.algebra.recursion import recursion
 
         if self.given is not None:
             flat = columns.reshape(self.steps, -1)
             products = [series.multiply(self.coefficients, column, self.steps) for column in flat.T]
             return np.stack(products, axis=1).reshape(columns.shape)
-        moved = np.asarray(lfilter([1.0], [1.0, -self.momentum], columns, axis=0))
+        moved = recursion(np.array([1.0, -self.momentum]), columns)
         if self.rates is not None:
             moved = moved * self.rates.reshape((-1,) + (1,) * (columns.ndim - 1))
-        return np.asarray(lfilter([1.0], [1.0, -self.decay], moved, axis=0))
+        return recursion(np.array([1.0, -self.decay]), moved)
 
     def matrix(self) -> Array:
         """(n, n) dense A, for small n."""
