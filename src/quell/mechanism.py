@@ -138,10 +138,10 @@ class Problem:
             strategy, privacy.calibrate(strategy, scheme, self.epsilon, self.delta, comparisons, near)
         )
 
-    def estimated(self, strategy: Strategy, sampling: str, near: float | None = None) -> Mechanism:
+    def estimated(self, strategy: Strategy, sampling: str, near: float | None = None, effort: int = 1) -> Mechanism:
         """The same in a fraction of the time, for a search: the noise is an estimate (`quell.quick`)."""
         scheme = self.scheme_of(strategy, sampling)
-        return self.with_claim(strategy, quick(strategy, scheme, self.epsilon, self.delta, near))
+        return self.with_claim(strategy, quick(strategy, scheme, self.epsilon, self.delta, near, effort))
 
     def certified(self, mechanism: Mechanism, comparisons: int = 1) -> Mechanism:
         """The same strategy and scheme with noise that is proven to suffice."""

@@ -39,8 +39,15 @@ _CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough: a th
 _ERROR = 0.1  # of δ, with so few draws
 
 
-def quick(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float, near: float | None = None) -> Estimate:
-    """About the noise for (epsilon, delta), starting from `near` where a neighbour's is known.
+def quick(
+    strategy: Strategy,
+    scheme: Scheme,
+    epsilon: float,
+    delta: float,
+    near: float | None = None,
+    effort: int = 1,
+) -> Estimate:
+    """About the noise for (epsilon, delta), starting from `near` where a neighbour's is known, by `effort` × the draws.
 
     >>> from quell import strategy, workload
     >>> scheme = BallsInBins(steps=100, separation=10)
@@ -55,8 +62,9 @@ def quick(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float, near
             )
         case BallsInBins():
             ledger = balls_in_bins.ledger_of(strategy, scheme)
-            sigma = _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon), ledger, epsilon, delta, near)
-            return Estimate(epsilon, delta, sigma, scheme.name, _ERROR if ledger.statistical else 0.0)
+            sigma = _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon, effort), ledger, epsilon, delta, near)
+            error = _ERROR / math.sqrt(effort) if ledger.statistical else 0.0
+            return Estimate(epsilon, delta, sigma, scheme.name, error)
         case Poisson() | CyclicPoisson():
             coins = poisson.ledger_of(strategy, scheme)
             sigma = coins.column * _coin_noise(coins.rounds, coins.rate, epsilon, delta)
@@ -113,11 +121,11 @@ def _coin_noise(rounds: int, rate: float, epsilon: float, delta: float) -> float
     return _crossing(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), ledger, epsilon, delta)
 
 
-def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float) -> float:
+def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float, effort: int = 1) -> float:
     if not ledger.statistical:
         return ledger.estimate(sigma, epsilon, False)[0]
     pair = BinPair(ledger.bins, sigma)
-    size = max(16, min(_DRAWS, _WIDE // ledger.bins.count))
+    size = effort * max(16, min(_DRAWS, _WIDE // ledger.bins.count))
     remove = pilot(pair, "remove", epsilon, size).estimate
     if sampling_free(pair, "add", epsilon) < 0.1 * remove:
         return remove

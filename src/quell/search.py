@@ -23,6 +23,7 @@ import numpy as np
 
 from quell.errors import QuellError
 from quell.mechanism import Mechanism, Problem
+from quell.privacy import Estimate
 from quell.progress import announce
 from quell.quick import least
 from quell.sampling import Cyclic, scheme_names
@@ -41,6 +42,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 _UNAMPLIFIED = ("tree", "dense", "diagonal", "band")  # baselines, and one whose Gram matrix takes seconds
 _FADING = {"band_inv": 2, "band_toeplitz": 16}  # shaped for horizons as well, with at least so many bands
 _SHORTEST, _LONGEST = 8.0, 4.0  # the horizons that are tried, in steps and in runs
+_CLOSE, _FINALISTS, _EFFORT = 1.02, 4, 8  # how close to the best, how many, and how many more draws for those
 _MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies are amplified
 
 
@@ -63,8 +65,7 @@ class Search:
 
     def least_score(self, objective: str) -> float:
         """The best that is known among what fits."""
-        fitting = (m.score(objective) for m in self.mechanisms if self.setup.allows(m.buffers, m.draws))
-        return min(fitting, default=math.inf)
+        return min((m.score(objective) for m in self.mechanisms if self._allows(m)), default=math.inf)
 
     def score(self, family: str, parameters: Parameters, *, sampling: str, objective: str) -> float:
         """The objective of one candidate, or a lower bound on it where that already rules the candidate out."""
@@ -84,6 +85,19 @@ class Search:
                 self.seen[key] = None
         mechanism = self.seen[key]
         return math.inf if mechanism is None else mechanism.score(objective)
+
+    def run_off(self, objective: str) -> None:
+        """Estimate those that could be the best more carefully: the first estimates are a percent off."""
+        fitting = [(m.score(objective), key) for key, m in self.seen.items() if m and self._allows(m)]
+        close = sorted(entry for entry in fitting if entry[0] < _CLOSE * min(fitting)[0])
+        for _, key in close[:_FINALISTS] if len(close) > 1 else ():
+            mechanism = self.seen[key]
+            if mechanism is not None and isinstance(mechanism.claim, Estimate) and mechanism.claim.relative_error:
+                near = mechanism.noise_multiplier
+                self.seen[key] = self.problem.estimated(mechanism.strategy, key[2], near, _EFFORT)
+
+    def _allows(self, mechanism: Mechanism) -> bool:
+        return self.setup.allows(mechanism.buffers, mechanism.draws)
 
     def show_ruled_out(self, objective: str) -> None:
         """Estimate the most promising one of every family that only had bounds under amplification, for the table."""
@@ -117,7 +131,7 @@ class Search:
         """Try the best amplified one that fits with its columns normalised, which costs time and gains a percent."""
         ranked = sorted(self.seen.items(), key=lambda entry: entry[1].score(objective) if entry[1] else math.inf)
         for (family, words, sampling), mechanism in ranked:
-            if mechanism is None or not self.setup.allows(mechanism.buffers, mechanism.draws):
+            if mechanism is None or not self._allows(mechanism):
                 continue
             small = self.problem.workload.steps * self.problem.cycle.separation <= _MOST_GRAM
             if sampling != Cyclic.name and FAMILIES[family].normalisable and small:
@@ -190,6 +204,7 @@ def search(
                     _valley(partial(state.score, family, sampling=sampling, objective=objective), group)
         state.refine(objective)
     state.show_ruled_out(setup.objective)
+    state.run_off(setup.objective)
     return worth_showing(setup, state.mechanisms)
 
 
