@@ -22,11 +22,11 @@ from functools import partial
 import numpy as np
 
 from quell.errors import QuellError
-from quell.mechanism import Mechanism, Problem
+from quell.mechanism import MOST_BINS, Mechanism, Problem
 from quell.privacy import Estimate
 from quell.progress import announce
 from quell.quick import least
-from quell.sampling import Cyclic, scheme_names
+from quell.sampling import BallsInBins, Cyclic, scheme_names
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Limits, Parameter, Strategy, build
 from quell.strategy.family import HORIZON
@@ -185,14 +185,15 @@ def search(
     )
     wanted = (setup.objective, "rmse") if families is None else (setup.objective,)
     objectives = dict.fromkeys(wanted) if amplifying else {}
-    tick = _ticks(progress, len(plain) + len(lines) * (len(objectives) or 1))
+    tick = _ticks(progress, len(plain) + len(lines) * (1 + len(objectives)))
     unamplified = partial(state.score, sampling=Cyclic.name, objective=setup.objective)
     for family, values in plain:
         tick(family)
         for parameters in values if Cyclic.name in schemes else ():
             if family != "band" or _matters(unamplified, parameters, state.least_score(setup.objective)):
                 unamplified(family, parameters)
-    for family, values in () if amplifying else lines:
+    amplifies_all = BallsInBins.name in amplifying and problem.cycle.separation <= MOST_BINS  # the others want bands
+    for family, values in lines if Cyclic.name in schemes and not amplifies_all else ():
         tick(family)
         _valley(partial(unamplified, family), values)
     for objective in objectives:
