@@ -185,15 +185,16 @@ def search(
     )
     wanted = (setup.objective, "rmse") if families is None else (setup.objective,)
     objectives = dict.fromkeys(wanted) if amplifying else {}
-    tick = _ticks(progress, len(plain) + len(lines) * (1 + len(objectives)))
+    amplifies_all = BallsInBins.name in amplifying and problem.cycle.separation <= MOST_BINS  # the others want bands
+    without = lines if Cyclic.name in schemes and not amplifies_all else []
+    tick = _ticks(progress, len(plain) + len(without) + len(lines) * len(objectives))
     unamplified = partial(state.score, sampling=Cyclic.name, objective=setup.objective)
     for family, values in plain:
         tick(family)
         for parameters in values if Cyclic.name in schemes else ():
             if family != "band" or _matters(unamplified, parameters, state.least_score(setup.objective)):
                 unamplified(family, parameters)
-    amplifies_all = BallsInBins.name in amplifying and problem.cycle.separation <= MOST_BINS  # the others want bands
-    for family, values in lines if Cyclic.name in schemes and not amplifies_all else ():
+    for family, values in without:
         tick(family)
         _valley(partial(unamplified, family), values)
     for objective in objectives:
