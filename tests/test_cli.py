@@ -231,9 +231,9 @@ def test_output_without_a_terminal_is_wide(monkeypatch):
     assert any(len(line) > 100 for line in quell("price", "bisr", "--bands", "16", *RUN).splitlines())
 
 
-def test_strategies_optimised_for_another_separation_have_names_of_their_own():
-    rows = [quell("price", "blt", "--buffers", "1", *RUN, *more) for more in ([], ["--optimised-for", "97"])]
-    assert ["s=97" in row.split("σ:")[0] for row in rows] == [False, True]
+def test_strategies_shaped_for_a_horizon_have_names_of_their_own():
+    rows = [quell("price", "blt", "--buffers", "1", *RUN, *more) for more in ([], ["--horizon", "97"])]
+    assert ["h=97" in row.split("σ:")[0] for row in rows] == [False, True]
 
 
 def test_ctrl_c_ends_with_one_line():

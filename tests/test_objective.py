@@ -9,7 +9,7 @@ import pytest
 
 from quell import strategy, workload
 from quell.error import error, query_variances
-from quell.objective import HORIZON, forgetting, training_error
+from quell.objective import HORIZON, training_error
 from quell.sampling import Participation
 
 PATTERN = Participation(96, 24)
@@ -71,6 +71,6 @@ def test_training_cancels_two_to_four_times_less_than_rmse(adaptive):
 @pytest.mark.parametrize("steps", [1, 2, 7, 64, 100])
 def test_tree_errors_with_decay_are_those_of_dense_algebra(decay, steps):
     tree = strategy.build("tree", workload.prefix(steps), Participation.single(steps))
-    task = forgetting(workload.prefix(steps), 1 / (1 - decay) if decay < 1 else math.inf)
+    task = workload.forgetting(workload.prefix(steps), 1 / (1 - decay) if decay < 1 else math.inf)
     dense = np.sum(np.square(task.matrix() @ tree.noising_matrix()), axis=1)
     np.testing.assert_allclose(query_variances(tree, task), dense, rtol=1e-9)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,9 +34,11 @@ TABLE_4 = {
     16: (8.14, 5.87, 10.67, 19.50, 30.5, 52.81, 96.45),
     None: (7.77, 5.49, 9.31, 17.06, 29.34, 52.16, 96.45),
 }
-# Printed amplified values come from plain Monte Carlo and run 1% low (tests/privacy/test_published.py), certificates
-# ask for half a percent more noise than estimates; the exact banded optimum (7.77) is 0.3% below its Toeplitz version.
-ALLOWED = {"cyclic": 1.005, "best": 1.02}
+PRINTED = 0.005  # half a unit of the last printed digit: no other allowance
+# Printed amplified values come from plain Monte Carlo without certificates, and run 1% low. (memory, column) of the
+# cells where what plans certify stays above them all the same, by how much at most:
+MISSED = {(None, 1): 1.01, **dict.fromkeys(((memory, 6) for memory in TABLE_4), 1.005)}
+OWN = json.loads((Path(__file__).parents[1] / "experiments/results/table4.json").read_text(encoding="utf-8"))["runs"]
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 4.0])
@@ -49,7 +53,9 @@ def test_quick_noise_is_about_that_of_the_accountants(name, options, epsilon):
         careful = privacy.estimate(chosen, scheme, epsilon, 1e-5)
         assert about.noise_multiplier == pytest.approx(careful.noise_multiplier, rel=0.02)
         assert not about.certified
-        assert least(chosen, scheme, epsilon, 1e-5) <= careful.noise_multiplier * 1.001
+        bound = least(chosen, scheme, epsilon, 1e-5)
+        assert bound <= careful.noise_multiplier * 1.001
+        assert bound > 0.5 * careful.noise_multiplier or not isinstance(scheme, BallsInBins)
 
 
 def test_quick_noise_under_coins_depends_on_the_columns_only():
@@ -160,5 +166,26 @@ def _check_table_4(memory, column):
     sampling = "best" if column else "cyclic"
     epsilon = COLUMNS[column] or 8.0
     plan = quell.plan(**CIFAR, epsilon=epsilon, memory=memory, sampling=sampling)
-    assert plan.mechanism.rmse <= TABLE_4[memory][column] * ALLOWED[sampling]
     assert problem_of(plan.setup).epsilon == epsilon
+    ours = [run["rmse"] for run in OWN if run["column"] == _title(column) and _affordable(run["row"], memory)]
+    assert plan.mechanism.rmse <= min(rmse for rmse in ours if rmse is not None) * 1.001  # certificates differ by draws
+    printed = TABLE_4[memory][column]
+    if (memory, column) in MISSED and plan.mechanism.rmse > printed + PRINTED:
+        assert plan.mechanism.rmse <= printed * MISSED[memory, column]
+        pytest.xfail(f"certified {plan.mechanism.rmse:.4g}, printed {printed}")
+    assert plan.mechanism.rmse <= printed + PRINTED
+
+
+def _title(column):
+    return f"ε={COLUMNS[column] or 8:g}{'' if column else ' without amplification'}"
+
+
+def _affordable(row, memory):
+    """Whether a row of the table needs no more than so many model copies and, unless all is allowed, 16 draws."""
+    if memory is None:
+        return True
+    size = row.split("p=")[-1] if "p=" in row else "1"
+    bands = 390 if size == "b" else int(size)
+    if row.startswith(("BSR", "BandMF")):
+        return bands - 1 <= memory
+    return memory >= 3 if row == "BLT" else bands <= 16

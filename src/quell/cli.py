@@ -31,7 +31,7 @@ from quell.progress import listening
 from quell.sampling import SCHEMES, Cyclic, scheme_names
 from quell.setup import Setup, refuse_decay_rate
 from quell.strategy import FAMILIES, Parameter, build, find
-from quell.strategy.family import OPTIMISED_FOR
+from quell.strategy.family import HORIZON, known_as
 
 HELP = """
 Train models with differential privacy under [bold]correlated noise[/bold].
@@ -291,8 +291,9 @@ def price(
     lambda_: Annotated[float | None, typer.Option("--lambda", help="Share of old noise that is cancelled.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Power of a fractional mechanism.")] = None,
     buffers: Annotated[int | None, typer.Option(help="Buffers of a blt.")] = None,
-    optimised_for: Annotated[
-        int | None, typer.Option(help="For blt and band_inv: optimise as if examples came back after so many steps.")
+    horizon: Annotated[
+        int | None,
+        typer.Option(help="For optimised mechanisms: optimise for sums that fade over so many steps."),
     ] = None,
     objective: Objective = None,
     column_normalise: Normalise = None,
@@ -310,7 +311,7 @@ def price(
         "lambda": lambda_,
         "gamma": gamma,
         "buffers": buffers,
-        OPTIMISED_FOR: optimised_for,
+        HORIZON: horizon,
         "objective": objective,
         "column_normalise": column_normalise,
     }
@@ -476,7 +477,7 @@ def mechanisms(as_json: AsJson = False) -> None:
         return
     table = Table("mechanism", "parameters", "what it does")
     for family in FAMILIES.values():
-        table.add_row(family.name, ", ".join(_parameters(family.name)), family.summary)
+        table.add_row(known_as(family), ", ".join(_parameters(family.name)), family.summary)
     console.print(table)
 
 

@@ -86,7 +86,7 @@ def _tree_variances(strategy: TreeStrategy, decay: float) -> Array:
     So its weight is α^L there without, and α^L − 1 with the correction, and both decay: the sum of squares follows a
     first-order recursion. Without decay it counts the one bits of the step number.
     """
-    from scipy.signal import lfilter
+    from quell.algebra.recursion import recursion
 
     starts, stops = strategy.intervals()
     length = stops - starts
@@ -94,7 +94,7 @@ def _tree_variances(strategy: TreeStrategy, decay: float) -> Array:
     out = stops + length - 1  # of the array: steps count from 1
     kept = out < strategy.steps
     np.add.at(change, out[kept], 1.0 - 2.0 * decay ** length[kept].astype(np.float64))
-    return np.asarray(lfilter([1.0], [1.0, -decay * decay], change))
+    return recursion(np.array([1.0, -decay * decay]), change)
 
 
 def _banded_variances(strategy: ToeplitzStrategy | BandedStrategy, workload: Workload) -> Array:

@@ -19,7 +19,7 @@ from quell.sampling import SCHEMES, BallsInBins, BMinSep, Cyclic, CyclicPoisson,
 from quell.strategy import Parameter, Strategy, build, describe
 from quell.workload import Workload
 
-_MOST_BINS = 16_384  # steps per epoch up to which balls in bins is tried unasked: every draw takes so many numbers
+MOST_BINS = 16_384  # steps per epoch up to which balls in bins is tried unasked: every draw takes so many numbers
 MOST_NUMBERS = 1_000_000  # of an optimised strategy that a row can hold
 
 
@@ -138,10 +138,10 @@ class Problem:
             strategy, privacy.calibrate(strategy, scheme, self.epsilon, self.delta, comparisons, near)
         )
 
-    def estimated(self, strategy: Strategy, sampling: str, near: float | None = None) -> Mechanism:
+    def estimated(self, strategy: Strategy, sampling: str, near: float | None = None, effort: int = 1) -> Mechanism:
         """The same in a fraction of the time, for a search: the noise is an estimate (`quell.quick`)."""
         scheme = self.scheme_of(strategy, sampling)
-        return self.with_claim(strategy, quick(strategy, scheme, self.epsilon, self.delta, near))
+        return self.with_claim(strategy, quick(strategy, scheme, self.epsilon, self.delta, near, effort))
 
     def certified(self, mechanism: Mechanism, comparisons: int = 1) -> Mechanism:
         """The same strategy and scheme with noise that is proven to suffice."""
@@ -179,7 +179,7 @@ class Problem:
             return allowed
         bands = getattr(strategy, "bands", self.workload.steps)
         most = {"poisson": 1, "cyclic_poisson": self.cycle.separation, "b_min_sep": self.cycle.separation}
-        if self.cycle.separation > _MOST_BINS:
+        if self.cycle.separation > MOST_BINS:
             most["balls_in_bins"] = 0
         if bands == 1 and "poisson" in allowed:  # nothing amplifies independent noise more
             most["cyclic_poisson"] = most["balls_in_bins"] = 0

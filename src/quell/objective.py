@@ -16,13 +16,10 @@ that and the RMSE on plain prefix sums.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-
-import numpy as np
 
 from quell.error import error
 from quell.strategy import Strategy
-from quell.workload import Workload, prefix
+from quell.workload import Workload, forgetting, prefix
 
 OBJECTIVES = ("training", "rmse", "maxse")
 HORIZON, ADAPTIVE_HORIZON = 1 / 9, 1 / 16  # of the run: how long a step's noise matters
@@ -43,11 +40,3 @@ def training_error(strategy: Strategy, workload: Workload, adaptive: bool = Fals
     if workload.is_prefix:
         return own
     return math.sqrt(own * error(strategy, prefix(workload.steps)).rmse)
-
-
-def forgetting(workload: Workload, horizon: float) -> Workload:
-    """The workload with the effect of a step fading like e^(−t/horizon)."""
-    share = max(0.0, 1.0 - 1.0 / horizon)
-    if workload.given is not None:
-        return replace(workload, given=workload.given * share ** np.arange(workload.steps))
-    return replace(workload, decay=workload.decay * share)

@@ -21,7 +21,7 @@ from quell.privacy.ledger import round_up
 from quell.search import Progress, pareto, search
 from quell.setup import Setup
 from quell.strategy import build
-from quell.strategy.family import OPTIMISED_FOR
+from quell.strategy.family import HORIZON
 
 _STURDY = ("identity", "lambda_cgd", "fractional", "band_toeplitz", "blt")  # found in a second, one of each kind
 
@@ -61,8 +61,8 @@ def changes(plan: Plan) -> Iterator[Change]:
 def _same_kind(chosen: Mechanism, problem: Problem, separation: int) -> Mechanism:
     """About what the plan's mechanism can do for another problem; `separation` is that of the plan."""
     parameters = dict(chosen.strategy.parameters)
-    if OPTIMISED_FOR in parameters:
-        parameters[OPTIMISED_FOR] = max(2, int(parameters[OPTIMISED_FOR]) * problem.cycle.separation // separation)
+    if HORIZON in parameters:
+        parameters[HORIZON] = max(2, int(parameters[HORIZON]) * problem.cycle.separation // separation)
     strategy = build(chosen.name, problem.workload, problem.cycle.participation, None, **parameters)
     return problem.estimated(strategy, chosen.sampling, chosen.noise_multiplier)
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
+
 from quell.errors import QuellError
 from quell.privacy import (
     Estimate,
@@ -23,6 +25,7 @@ from quell.privacy import (
     poisson,
 )
 from quell.privacy.bin_pair import BinPair
+from quell.privacy.bins import Bins
 from quell.privacy.coins import coin_delta, coin_epsilon
 from quell.privacy.importance import pilot
 from quell.privacy.ledger import Ledger, round_up
@@ -36,8 +39,15 @@ _CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough: a th
 _ERROR = 0.1  # of δ, with so few draws
 
 
-def quick(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float, near: float | None = None) -> Estimate:
-    """About the noise for (epsilon, delta), starting from `near` where a neighbour's is known.
+def quick(
+    strategy: Strategy,
+    scheme: Scheme,
+    epsilon: float,
+    delta: float,
+    near: float | None = None,
+    effort: int = 1,
+) -> Estimate:
+    """About the noise for (epsilon, delta), starting from `near` where a neighbour's is known, by `effort` × the draws.
 
     >>> from quell import strategy, workload
     >>> scheme = BallsInBins(steps=100, separation=10)
@@ -52,8 +62,9 @@ def quick(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float, near
             )
         case BallsInBins():
             ledger = balls_in_bins.ledger_of(strategy, scheme)
-            sigma = _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon), ledger, epsilon, delta, near)
-            return Estimate(epsilon, delta, sigma, scheme.name, _ERROR if ledger.statistical else 0.0)
+            sigma = _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon, effort), ledger, epsilon, delta, near)
+            error = _ERROR / math.sqrt(effort) if ledger.statistical else 0.0
+            return Estimate(epsilon, delta, sigma, scheme.name, error)
         case Poisson() | CyclicPoisson():
             coins = poisson.ledger_of(strategy, scheme)
             sigma = coins.column * _coin_noise(coins.rounds, coins.rate, epsilon, delta)
@@ -80,16 +91,27 @@ def quick_epsilon(strategy: Strategy, scheme: Scheme, sigma: float, delta: float
 def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> float:
     """Noise that is needed whatever the accountant says, in milliseconds: what a search may prune by.
 
-    Under balls-in-bins sampling every pattern moves the output along the mean pattern m̄ by ⟨m_j, m̄⟩/‖m̄‖ at least, and
-    seen along that line alone the mechanism is no harder to tell apart than a Gaussian one of the smallest of these.
+    Two bounds under balls-in-bins sampling. Every pattern moves the output along the mean pattern m̄ by ⟨m_j, m̄⟩/‖m̄‖ at
+    least, and seen along that line alone the mechanism is no harder to tell apart than a Gaussian one of the smallest
+    of these. And by Kahane's inequality (`quell.privacy.bins`) δ only shrinks when overlaps are taken for 0 and all
+    bins for the lightest: then noise is that of independent bins, which is known exactly.
     """
     match scheme:
         case Cyclic():
             return calibrate(strategy, scheme, epsilon, delta).noise_multiplier
         case BallsInBins():
             bins = balls_in_bins.ledger_of(strategy, scheme).bins
-            return float(bins.pull.min()) / math.sqrt(float(bins.pull.mean())) * gaussian_sigma(epsilon, delta)
+            pulled = float(bins.pull.min()) / math.sqrt(float(bins.pull.mean())) * gaussian_sigma(epsilon, delta)
+            lightest = math.sqrt(float(bins.energies.min()))
+            return max(pulled, lightest * _apart(bins.count, epsilon, delta))
     return 0.0
+
+
+@lru_cache(maxsize=64)
+def _apart(bins: int, epsilon: float, delta: float) -> float:
+    """Noise for so many bins of norm 1 that do not overlap, a little rounded down."""
+    ledger = balls_in_bins.BinLedger(Bins(np.eye(1, bins)[0]))
+    return 0.995 * _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon), ledger, epsilon, delta)
 
 
 @lru_cache(maxsize=256)
@@ -99,11 +121,11 @@ def _coin_noise(rounds: int, rate: float, epsilon: float, delta: float) -> float
     return _crossing(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), ledger, epsilon, delta)
 
 
-def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float) -> float:
+def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float, effort: int = 1) -> float:
     if not ledger.statistical:
         return ledger.estimate(sigma, epsilon, False)[0]
     pair = BinPair(ledger.bins, sigma)
-    size = max(16, min(_DRAWS, _WIDE // ledger.bins.count))
+    size = effort * max(16, min(_DRAWS, _WIDE // ledger.bins.count))
     remove = pilot(pair, "remove", epsilon, size).estimate
     if sampling_free(pair, "add", epsilon) < 0.1 * remove:
         return remove

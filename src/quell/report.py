@@ -20,7 +20,8 @@ from quell.planning import Plan, fits
 from quell.questions import Choice, changes
 from quell.sampling import Cyclic
 from quell.search import pareto
-from quell.strategy.family import OPTIMISED_FOR
+from quell.strategy import FAMILIES
+from quell.strategy.family import HORIZON, known_as
 from quell.verification import Check
 
 if TYPE_CHECKING:
@@ -29,22 +30,22 @@ if TYPE_CHECKING:
 _CAPTION = (
     "σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. gain: DP-SGD's RMSE, an "
     "estimate under amplification, over this one. mem: model-sized vectors kept. draws: noise vectors made per step. "
-    "p: bands, d: buffers, s: optimised as if examples came back after s steps. *: columns normalised."
+    "p: bands, d: buffers, h: optimised for sums that fade over h steps. *: columns normalised."
 )
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
-_PLAN_CAPTION = " train: the objective of the plan. ~: estimated, not certified. Dimmed: beyond the limits."
+_PLAN_CAPTION = " train: the objective of the plan. ~: estimated, not certified. ✗: beyond the limits."
 
 
 def mechanism_table(
     problem: Problem, mechanisms: Sequence[Mechanism], plan: Plan | None = None, width: int = 120
 ) -> Table:
-    """One row per mechanism; the recommended one of a plan is marked, those beyond its limits are dimmed.
+    """One row per mechanism; the recommended one of a plan is marked, and those beyond its limits.
 
     Where `width` is too little for all columns the least important are left out: a number is never cut short.
     """
     measure = "maxse" if plan is None or plan.setup.objective == "rmse" else plan.setup.objective
     cells = {
-        "mechanism": [("➤ " if _is_chosen(each, plan) else "  ") + label(each) for each in mechanisms],
+        "mechanism": [f"{_mark(each, plan)} {label(each)}" for each in mechanisms],
         "sampling": [each.sampling for each in mechanisms],
         "σ": [_noise(each) for each in mechanisms],
         "RMSE": [f"{each.rmse:.4g}" for each in mechanisms],
@@ -59,7 +60,7 @@ def mechanism_table(
             del widths[title]
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption=_CAPTION + (_PLAN_CAPTION if plan is not None else ""),
+        caption=_CAPTION + (_PLAN_CAPTION if plan is not None else "") + _names(mechanisms),
         caption_justify="left",
         padding=(0, 1, 0, 0),
     )
@@ -67,13 +68,21 @@ def mechanism_table(
         words = title in ("mechanism", "sampling")
         table.add_column(title, justify="left" if words else "right", no_wrap=True, min_width=None if words else least)
     for mechanism, row in zip(mechanisms, zip(*(cells[title] for title in widths), strict=True), strict=True):
-        beyond = plan is not None and not fits(plan.setup, mechanism)
-        table.add_row(*row, style="bold green" if _is_chosen(mechanism, plan) else "dim" if beyond else None)
+        table.add_row(*row, style={"➤": "bold green", "✗": "dim"}.get(_mark(mechanism, plan)))
     return table
 
 
-def _is_chosen(mechanism: Mechanism, plan: Plan | None) -> bool:
-    return plan is not None and mechanism is plan.mechanism
+def _mark(mechanism: Mechanism, plan: Plan | None) -> str:
+    if plan is None or fits(plan.setup, mechanism):
+        return "➤" if plan is not None and mechanism is plan.mechanism else " "
+    return "✗"
+
+
+def _names(mechanisms: Sequence[Mechanism]) -> str:
+    """What papers call the mechanisms of a table."""
+    shown = [FAMILIES[name] for name in dict.fromkeys(each.name for each in mechanisms) if name != "identity"]
+    named = [f"{family.name} is {family.paper}" for family in shown if family.paper]
+    return f" In papers {', '.join(named)}." if named else ""
 
 
 def _noise(mechanism: Mechanism) -> str:
@@ -84,7 +93,7 @@ def _noise(mechanism: Mechanism) -> str:
 
 def label(mechanism: Mechanism) -> str:
     """Family and parameters, short enough for a table."""
-    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", OPTIMISED_FOR: "s"}
+    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", HORIZON: "h"}
     parameters = mechanism.strategy.parameters
     shown = {name: value for name, value in parameters.items() if name in symbols and (name, value) != ("lambda", 1.0)}
     settings = [
@@ -92,7 +101,8 @@ def label(mechanism: Mechanism) -> str:
         for name, value in shown.items()
     ]
     star = "*" if parameters.get("column_normalise") else ""
-    return " ".join([f"{mechanism.name}{' (DP-SGD)' if mechanism.name == 'identity' else ''}{star}", *settings])
+    name = known_as(FAMILIES["identity"]) if mechanism.name == "identity" else mechanism.name
+    return " ".join([f"{name}{star}", *settings])
 
 
 def details(problem: Problem, mechanism: Mechanism) -> str:
@@ -125,8 +135,8 @@ def recommendation(plan: Plan) -> str:
     return (
         f"Use {label(chosen)} with {chosen.sampling} sampling and noise multiplier "
         f"{at_least(chosen.noise_multiplier)}: {_cost(chosen)}. "
-        f"It leaves {gain:.3g} times less error in the model than DP-SGD at the same {promise}, as if you had trained "
-        f"DP-SGD at ε={_rough(plan.dpsgd_equivalent_epsilon)}."
+        f"By RMSE it leaves {gain:.3g} times less error in the model than DP-SGD at the same {promise}, as if you had "
+        f"trained DP-SGD at ε={_rough(plan.dpsgd_equivalent_epsilon)}."
     )
 
 

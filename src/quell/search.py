@@ -22,36 +22,42 @@ from functools import partial
 import numpy as np
 
 from quell.errors import QuellError
-from quell.mechanism import Mechanism, Problem
+from quell.mechanism import MOST_BINS, Mechanism, Problem
+from quell.privacy import Estimate
 from quell.progress import announce
 from quell.quick import least
-from quell.sampling import Cyclic, scheme_names
+from quell.sampling import BallsInBins, Cyclic, scheme_names
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Limits, Parameter, Strategy, build
-from quell.strategy.family import OPTIMISED_FOR
+from quell.strategy.family import HORIZON
 from quell.strategy.fractional import best_lambda
 
 Progress = Callable[[int, int, str], None]
 Parameters = dict[str, Parameter]
+_Key = tuple[str, str, str]  # family, parameters in words, scheme
 
 _LOOK_AHEAD = 16  # buffers that are looked at beyond a smaller limit: what would more memory buy?
 _POINTS = 20  # values on a continuous line
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _UNAMPLIFIED = ("tree", "dense", "diagonal", "band")  # baselines, and one whose Gram matrix takes seconds
+_FADING = {"band_inv": 2, "band_toeplitz": 16}  # shaped for horizons as well, with at least so many bands
+_SHORTEST, _LONGEST = 8.0, 4.0  # the horizons that are tried, in steps and in runs
+_CLOSE, _FINALISTS, _EFFORT = 1.02, 4, 8  # how close to the best, how many, and how many more draws for those
 _MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies are amplified
 
 
 @dataclass
 class Search:
-    """What has been tried so far for one set-up. Keys are (family, parameters in words, scheme)."""
+    """What has been tried so far for one set-up."""
 
     setup: Setup
     problem: Problem
-    seen: dict[tuple[str, str, str], Mechanism | None] = field(default_factory=dict)  # None: cannot be had
+    seen: dict[_Key, Mechanism | None] = field(default_factory=dict)  # None: cannot be had
     strategies: dict[tuple[str, str], Strategy | None] = field(default_factory=dict)
     parameters: dict[tuple[str, str], Parameters] = field(default_factory=dict)
     sizes: dict[tuple[Parameter | None, ...], bool] = field(default_factory=dict)  # whether they fit
-    latest: dict[tuple[str, str], float] = field(default_factory=dict)  # noise of the last one of a family and scheme
+    bounds: dict[_Key, float] = field(default_factory=dict)  # on the noise under amplification
+    latest: dict[str, float] = field(default_factory=dict)  # noise over its bound, of the last one under a scheme
 
     @property
     def mechanisms(self) -> list[Mechanism]:
@@ -59,8 +65,7 @@ class Search:
 
     def least_score(self, objective: str) -> float:
         """The best that is known among what fits."""
-        fitting = (m.score(objective) for m in self.mechanisms if self.setup.allows(m.buffers, m.draws))
-        return min(fitting, default=math.inf)
+        return min((m.score(objective) for m in self.mechanisms if self._allows(m)), default=math.inf)
 
     def score(self, family: str, parameters: Parameters, *, sampling: str, objective: str) -> float:
         """The objective of one candidate, or a lower bound on it where that already rules the candidate out."""
@@ -71,25 +76,62 @@ class Search:
                 return math.inf
             try:
                 if sampling != Cyclic.name:
-                    scheme = self.problem.scheme_of(strategy, sampling)
-                    noise = least(strategy, scheme, self.setup.epsilon, self.setup.delta)
-                    bound = noise * self.problem.unit_score(strategy, objective)
+                    bound = self._least(key, strategy) * self.problem.unit_score(strategy, objective)
                     if bound > self.least_score(objective):
                         return bound
-                near = self.latest.get((family, sampling))
-                self.seen[key] = found = self.problem.estimated(strategy, sampling, near)
-                self.latest[family, sampling] = found.noise_multiplier
+                self._estimate(key, strategy)
             except QuellError as refusal:  # a scheme that does not fit, an error that overflows: others still can
                 announce(str(refusal))
                 self.seen[key] = None
         mechanism = self.seen[key]
         return math.inf if mechanism is None else mechanism.score(objective)
 
+    def run_off(self, objective: str) -> None:
+        """Estimate those that could be the best more carefully: the first estimates are a percent off."""
+        fitting = [(m.score(objective), key) for key, m in self.seen.items() if m and self._allows(m)]
+        close = sorted(entry for entry in fitting if entry[0] < _CLOSE * min(fitting)[0])
+        for _, key in close[:_FINALISTS] if len(close) > 1 else ():
+            mechanism = self.seen[key]
+            if mechanism is not None and isinstance(mechanism.claim, Estimate) and mechanism.claim.relative_error:
+                near = mechanism.noise_multiplier
+                self.seen[key] = self.problem.estimated(mechanism.strategy, key[2], near, _EFFORT)
+
+    def _allows(self, mechanism: Mechanism) -> bool:
+        return self.setup.allows(mechanism.buffers, mechanism.draws)
+
+    def show_ruled_out(self, objective: str) -> None:
+        """Estimate the most promising one of every family that only had bounds under amplification, for the table."""
+        shown = {family for family, _, sampling in self.seen if sampling != Cyclic.name}
+        promising: dict[str, tuple[float, _Key, Strategy]] = {}
+        for key, noise in self.bounds.items():
+            strategy = self.strategies[key[:2]]
+            if key[0] in shown or strategy is None:
+                continue
+            bound = noise * self.problem.unit_score(strategy, objective)
+            if key[0] not in promising or bound < promising[key[0]][0]:
+                promising[key[0]] = bound, key, strategy
+        for _, key, strategy in promising.values():
+            self._estimate(key, strategy)
+
+    def _least(self, key: _Key, strategy: Strategy) -> float:
+        if key not in self.bounds:
+            scheme = self.problem.scheme_of(strategy, key[2])
+            self.bounds[key] = least(strategy, scheme, self.setup.epsilon, self.setup.delta)
+        return self.bounds[key]
+
+    def _estimate(self, key: _Key, strategy: Strategy) -> None:
+        sampling = key[2]
+        bound = self.bounds.get(key, 0.0)
+        near = bound * self.latest[sampling] if bound and sampling in self.latest else None
+        self.seen[key] = found = self.problem.estimated(strategy, sampling, near)
+        if bound:
+            self.latest[sampling] = found.noise_multiplier / bound
+
     def refine(self, objective: str) -> None:
         """Try the best amplified one that fits with its columns normalised, which costs time and gains a percent."""
         ranked = sorted(self.seen.items(), key=lambda entry: entry[1].score(objective) if entry[1] else math.inf)
         for (family, words, sampling), mechanism in ranked:
-            if mechanism is None or not self.setup.allows(mechanism.buffers, mechanism.draws):
+            if mechanism is None or not self._allows(mechanism):
                 continue
             small = self.problem.workload.steps * self.problem.cycle.separation <= _MOST_GRAM
             if sampling != Cyclic.name and FAMILIES[family].normalisable and small:
@@ -143,17 +185,18 @@ def search(
     )
     wanted = (setup.objective, "rmse") if families is None else (setup.objective,)
     objectives = dict.fromkeys(wanted) if amplifying else {}
-    tick = _ticks(progress, len(plain) + len(lines) * (1 + len(objectives)))
+    amplifies_all = BallsInBins.name in amplifying and problem.cycle.separation <= MOST_BINS  # the others want bands
+    without = lines if Cyclic.name in schemes and not amplifies_all else []
+    tick = _ticks(progress, len(plain) + len(without) + len(lines) * len(objectives))
     unamplified = partial(state.score, sampling=Cyclic.name, objective=setup.objective)
     for family, values in plain:
         tick(family)
         for parameters in values if Cyclic.name in schemes else ():
             if family != "band" or _matters(unamplified, parameters, state.least_score(setup.objective)):
                 unamplified(family, parameters)
-    for family, values in lines:
+    for family, values in without:
         tick(family)
-        if Cyclic.name in schemes:
-            _valley(partial(unamplified, family), values)
+        _valley(partial(unamplified, family), values)
     for objective in objectives:
         for family, values in lines:
             tick(family)
@@ -162,6 +205,8 @@ def search(
                 for group in (fitting, values):  # the best within the limits, and the best there is
                     _valley(partial(state.score, family, sampling=sampling, objective=objective), group)
         state.refine(objective)
+    state.show_ruled_out(setup.objective)
+    state.run_off(setup.objective)
     return worth_showing(setup, state.mechanisms)
 
 
@@ -207,34 +252,39 @@ def _grids(problem: Problem, within: Limits, beyond: Limits) -> Iterator[tuple[s
 
 
 def _lines(problem: Problem, within: Limits, beyond: Limits) -> Iterator[tuple[str, list[Parameters]]]:
-    """(family, parameter values in order): what is worth trying with amplification, columns not normalised."""
+    """(family, parameter values in order): what is worth trying with amplification, columns not normalised.
+
+    What tends to be best comes first: it rules the others out.
+    """
+    toeplitz = problem.workload.given is None and problem.workload.steps > 1
+    if toeplitz:
+        yield from _less_cancelling(problem, within)
+    if toeplitz and within.draws > 1:
+        powers = np.linspace(0.0, 1.0, _POINTS + 1)[1:]
+        yield "fractional", [{"bands": within.draws, "gamma": float(power)} for power in powers]
+        longest = math.log(1.0 / (1.0 - min(best_lambda(problem.workload, problem.cycle.participation), 1 - 1e-12)))
+        memories = np.linspace(0.0, longest, _POINTS + 1)[1:]
+        yield "lambda_cgd", [{"lambda": -math.expm1(-float(memory))} for memory in memories]
     for family, values in _grids(problem, within, beyond):
         if family not in ("lambda_cgd", "fractional", *_UNAMPLIFIED):
             yield family, [{**each, "column_normalise": False} for each in values if not each.get("column_normalise")]
-    if within.draws < 2 or problem.workload.steps < 2 or problem.workload.given is not None:
-        return
-    longest = math.log(1.0 / (1.0 - min(best_lambda(problem.workload, problem.cycle.participation), 1 - 1e-12)))
-    memories = np.linspace(0.0, longest, _POINTS + 1)[1:]
-    yield "lambda_cgd", [{"lambda": -math.expm1(-float(memory))} for memory in memories]
-    yield from _less_cancelling(problem, within)
-    powers = np.linspace(0.0, 1.0, _POINTS + 1)[1:]
-    yield "fractional", [{"bands": within.draws, "gamma": float(power)} for power in powers]
 
 
 def _less_cancelling(problem: Problem, limits: Limits) -> Iterator[tuple[str, list[Parameters]]]:
-    """Optimised families, searched as if examples came back sooner than they do.
+    """Optimised families, shaped for plain sums that fade.
 
-    What is optimal without amplification cancels too much for amplified RMSE, and for training. The optimum for a
-    shorter separation cancels less; it is as good a strategy as any, and priced for the true participations.
+    What is optimal without amplification cancels too much for amplified RMSE, and for training; with momentum more so.
+    The optimum for sums that fade cancels less; it is as good a strategy as any, and priced for the true workload.
     """
-    separation = problem.cycle.separation
-    shorter = [s for s in (separation >> shift for shift in range(7, 0, -1)) if s > 1]
-    bands = [int(each["bands"]) for each in FAMILIES["band_inv"].grid(limits)]
-    if bands and shorter:
-        yield "band_inv", [{"bands": max(bands), OPTIMISED_FOR: s, "column_normalise": False} for s in shorter]
-    buffers = int(min(limits.buffers, 2))
-    if buffers and shorter:
-        yield "blt", [{"buffers": buffers, OPTIMISED_FOR: s, "column_normalise": False} for s in shorter]
+    longest = _LONGEST * problem.workload.steps
+    halves = range(max(1, math.ceil(2 * math.log2(longest / _SHORTEST))))
+    horizons = sorted({round(longest / 2 ** (half / 2)) for half in halves})
+    bands = {name: max((int(each["bands"]) for each in FAMILIES[name].grid(limits)), default=0) for name in _FADING}
+    sizes = {"blt": {"buffers": int(min(limits.buffers, 2))}, **{name: {"bands": most} for name, most in bands.items()}}
+    for family, size in sizes.items():
+        if max(size.values()) >= _FADING.get(family, 1):
+            normalise = FAMILIES[family].normalisable and problem.sampling == Cyclic.name  # amplified it gains little
+            yield family, [{**size, HORIZON: h, "column_normalise": normalise} for h in horizons]
 
 
 def _ticks(progress: Progress | None, total: int) -> Callable[[str], None]:

@@ -10,7 +10,7 @@ cheap (`quell.error`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -86,16 +86,16 @@ class Workload:
 
     def apply(self, columns: Array) -> Array:
         """A @ columns for an array of shape (n,) or (n, m), in O(n·m) for SGD workloads."""
-        from scipy.signal import lfilter
+        from quell.algebra.recursion import recursion
 
         if self.given is not None:
             flat = columns.reshape(self.steps, -1)
             products = [series.multiply(self.coefficients, column, self.steps) for column in flat.T]
             return np.stack(products, axis=1).reshape(columns.shape)
-        moved = np.asarray(lfilter([1.0], [1.0, -self.momentum], columns, axis=0))
+        moved = recursion(np.array([1.0, -self.momentum]), columns)
         if self.rates is not None:
             moved = moved * self.rates.reshape((-1,) + (1,) * (columns.ndim - 1))
-        return np.asarray(lfilter([1.0], [1.0, -self.decay], moved, axis=0))
+        return recursion(np.array([1.0, -self.decay]), moved)
 
     def matrix(self) -> Array:
         """(n, n) dense A, for small n."""
@@ -143,6 +143,18 @@ def sgd(
         )
     rates = None if learning_rates is None else _checked_rates(learning_rates, steps)
     return Workload(steps, weight_decay, momentum, rates)
+
+
+def forgetting(workload: Workload, horizon: float) -> Workload:
+    """The workload with the effect of a step fading like e^(−t/horizon).
+
+    >>> forgetting(prefix(3), 2.0).coefficients
+    array([1.  , 0.5 , 0.25])
+    """
+    share = max(0.0, 1.0 - 1.0 / horizon)
+    if workload.given is not None:
+        return replace(workload, given=workload.given * share ** np.arange(workload.steps))
+    return replace(workload, decay=workload.decay * share)
 
 
 def schedule(name: str, steps: int) -> Array:

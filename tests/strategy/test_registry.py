@@ -83,3 +83,18 @@ def test_bad_requests_get_one_clear_sentence(name, parameters, message):
 
 def test_hyphens_are_accepted():
     assert strategy.find("lambda-cgd") is strategy.FAMILIES["lambda_cgd"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("blt", {"buffers": 1}), ("band_inv", {"bands": 3}), ("band_toeplitz", {"bands": 3})]
+)
+def test_a_horizon_shapes_for_sums_that_fade_and_is_remembered(name, size):
+    task = workload.sgd(N, 0.9, 0.99)
+    shaped = strategy.build(name, task, PATTERN, **size, horizon=10)
+    plain = strategy.build(name, workload.sgd(N, 0.0, 0.99 * 0.9), PATTERN, **size)
+    np.testing.assert_allclose(shaped.noising_matrix(), plain.noising_matrix(), atol=1e-12)
+    assert shaped.parameters["horizon"] == 10
+    again = strategy.build(name, task, PATTERN, shaped.solution, **dict(shaped.parameters))
+    np.testing.assert_allclose(again.noising_matrix(), shaped.noising_matrix(), atol=1e-12)
+    with pytest.raises(QuellError, match="bisr does not take horizon"):
+        strategy.build("bisr", task, PATTERN, bands=3, horizon=10)

@@ -32,9 +32,9 @@ from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.signal import lfilter
 
 from quell._types import Array
+from quell.algebra.recursion import recursion
 from quell.errors import QuellError, require_count
 
 _LISTED = 32  # the first terms of a sum are taken one by one, the rest in doubling blocks
@@ -378,7 +378,7 @@ def _squared_error(blt: BLT, n: int, poles: Sequence[float], mean: bool) -> floa
         return response_sum(1.0 - noising_gaps, _logs(noising_gaps), weights, excess, poles, rule, emphasis)[0]
     series = noising_coefficients(blt, n)  # no particular order, or a double pole: sum all n terms
     for pole in poles:
-        series = lfilter([1.0], [1.0, -pole], series)
+        series = recursion(np.array([1.0, -pole]), series)
     return float(((n - np.arange(n)) / n) @ series**2 if mean else series @ series)
 
 

@@ -37,7 +37,8 @@ Objective = Literal["rmse", "maxse"]
 Progress = Callable[[Convergence], None]
 
 _WORTHWHILE = 1e-6  # relative gain below which a buffer is dropped
-_RANDOM_STARTS = 2
+_RANDOM_STARTS = 1
+_FIRST = 25  # iterations from every start; the best goes on
 _LONGEST = 60.0  # largest log-ratio of neighbouring gaps: e^60 steps are as good as infinitely many
 
 
@@ -162,7 +163,7 @@ def _ladder(problem: _Problem, most: int, on_iteration: Progress | None) -> Iter
     how = Convergence(0, 1, loss, 0.0, 0.0, True, "No buffers: nothing to optimise.")
     yield _attempt(problem, 0, gaps, how)
     for size in range(1, most + 1):
-        runs = [_descend(problem, start, 60, on_iteration) for start in _starts(problem, size, gaps)]
+        runs = [_descend(problem, start, _FIRST, on_iteration) for start in _starts(problem, size, gaps)]
         leader, ahead = min(runs, key=lambda run: run[1].loss)
         theta, found = _descend(problem, leader, 2000, on_iteration)
         runs.append((theta, found))

@@ -48,9 +48,9 @@ def divide(numerator: Array, denominator: Array, n: int) -> Array:
     denominator = _trim(denominator[:n])
     _require_invertible(denominator)
     if len(denominator) <= _SHORT_DIVISOR:
-        from scipy.signal import lfilter  # imported late: scipy.signal takes longer to load than all of quell
+        from quell.algebra.recursion import recursion  # compiled code, loaded when first needed
 
-        return np.asarray(lfilter([1.0], denominator, pad(numerator, n)), dtype=np.float64)
+        return recursion(denominator, pad(numerator, n))
     return multiply(numerator, reciprocal(denominator, n), n)
 
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from scipy.signal import lfilter
 
 from quell._types import Array
 from quell.algebra.descent import Convergence, minimise
+from quell.algebra.recursion import recursion
 from quell.errors import QuellError
 
 _SETTLED = 1e-9  # transient left at the horizon, relative: it decays further, and the final error is computed afresh
@@ -72,7 +72,7 @@ class Decoder:
     def _filter(self, values: Array) -> Array:
         padded = np.zeros(self.length)
         padded[: len(values)] = values[: self.length]
-        return np.asarray(lfilter([1.0], self.denominator, padded))
+        return recursion(self.denominator, padded)
 
     def _powers(self, count: int) -> Array:
         """ρ^{-j}: how coefficient j of a factor counts in the tail."""
@@ -80,7 +80,7 @@ class Decoder:
 
     def of_quotient(self, c: Array) -> tuple[float, Array, bool]:
         """Loss, gradient in c, and whether the horizon was far enough, for w = a/c."""
-        w = np.asarray(lfilter([1.0], c, self.workload))
+        w = recursion(c, self.workload)
         adjoint = _backwards(c, 2 * self.weights * w)
         gradient = -_correlate(adjoint, w, len(c))
         loss = _dot(self.weights, w * w)
@@ -123,7 +123,7 @@ def leftmost_energy(theta: Array, steps: int, separation: int, count: int, lengt
     length = min(length, steps)
     impulse = np.zeros(length)
     impulse[0] = 1.0
-    c = np.asarray(lfilter([1.0], theta, impulse))
+    c = recursion(theta, impulse)
     signs = np.sign(c)
     enough = length == steps or float(np.abs(c[-len(theta) :]).max()) <= _VANISHED * float(np.abs(c).max())
     used = c * signs
@@ -212,7 +212,7 @@ def _split_slowest(theta: Array) -> Array:
     rates = np.roots(theta)  # as a polynomial in 1/x
     real = rates.real[(np.abs(rates.imag) < 1e-12) & (rates.real > 0) & (rates.real < 1)]
     slowest = float(real.max()) if len(real) else 0.5
-    phi = np.asarray(lfilter([1.0], [1.0, -slowest], theta))[:-1]
+    phi = recursion(np.array([1.0, -slowest]), theta)[:-1]
     return np.concatenate([[-math.log1p(-slowest)], phi[1:]])
 
 
@@ -260,7 +260,7 @@ def _minimise_log(
 
 def _backwards(divisor: Array, values: Array) -> Array:
     """Solve the transposed Toeplitz system: the recursive filter on reversed time."""
-    return np.asarray(lfilter([1.0], divisor, values[::-1]))[::-1]
+    return recursion(divisor, values[::-1])[::-1]
 
 
 def _correlate(later: Array, earlier: Array, lags: int) -> Array:

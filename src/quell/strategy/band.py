@@ -82,6 +82,7 @@ BAND = Family(
     band,
     _planned_bands,
     required=("bands",),
+    paper="BandMF",
 )
 DENSE = Family(
     "dense", "optimal lower-triangular C for a single epoch, as many buffers as steps", dense, _planned_dense

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from quell._types import Array
 from quell.sampling import Participation
-from quell.strategy.family import OPTIMISED_FOR, Candidates, Family, Limits
+from quell.strategy.family import HORIZON, Candidates, Family, Limits
 from quell.strategy.fractional import best_lambda
 from quell.strategy.optimised import Solution, Watch, decoder, solve
 from quell.strategy.square_root import roots
@@ -59,10 +59,11 @@ def _planned(limits: Limits) -> Candidates:
 
 BAND_INV = Family(
     "band_inv",
-    "optimal C^-1 with `bands` diagonals (BandInvMF), needs no buffers (arXiv:2505.12128)",
+    "optimal C^-1 with `bands` diagonals, needs no buffers (arXiv:2505.12128)",
     band_inv,
     _planned,
+    paper="BandInvMF",
     required=("bands",),
-    optional={"objective": "rmse", OPTIMISED_FOR: None},
+    optional={"objective": "rmse", HORIZON: None},
     normalisable=True,
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from quell._types import Array
 from quell.errors import QuellError
 from quell.sampling import Participation
-from quell.strategy.family import Family, Limits
+from quell.strategy.family import HORIZON, Family, Limits
 from quell.strategy.optimised import Solution, Watch, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
@@ -54,8 +54,9 @@ BAND_TOEPLITZ = Family(
     "optimal Toeplitz C with `bands` diagonals, needs bands - 1 buffers (arXiv:2405.15913)",
     band_toeplitz,
     Limits.strategy_bands,
+    paper="Toeplitz BandMF",
     required=("bands",),
-    optional={"objective": "rmse"},
+    optional={"objective": "rmse", HORIZON: None},
     normalisable=True,
     normalised=True,
 )

@@ -14,7 +14,7 @@ import numpy as np
 from quell._types import Array
 from quell.errors import QuellError
 from quell.sampling import Participation
-from quell.strategy.family import OPTIMISED_FOR, Candidates, Family, Limits
+from quell.strategy.family import HORIZON, Candidates, Family, Limits
 from quell.strategy.optimised import Solution, Watch, solve
 from quell.strategy.recurrence import Exponentials
 from quell.strategy.structure import ToeplitzStrategy
@@ -85,5 +85,5 @@ BLT = Family(
     "buffered linear Toeplitz: C and C^-1 sums of `buffers` exponentials (arXiv:2504.21413)",
     blt,
     _buffers,
-    optional={"buffers": None, "objective": "rmse", OPTIMISED_FOR: None},
+    optional={"buffers": None, "objective": "rmse", HORIZON: None},
 )

@@ -11,7 +11,7 @@ from quell.strategy.structure import Parameter, Strategy
 from quell.workload import Workload
 
 Candidates = Iterable[Mapping[str, Parameter]]
-OPTIMISED_FOR = "optimised_for"  # the parameter of families that can be optimised for another separation
+HORIZON = "horizon"  # the parameter of families that can be shaped for sums that fade
 _MOST_WORK = 6e8  # operations that one candidate's error may take
 
 
@@ -58,6 +58,7 @@ class Family:
     normalisable: bool = False
     normalised: bool = False  # by default
     constant_rate_only: bool = False
+    paper: str = ""  # what papers call it, where that is another name
 
     def candidates(self, workload: Workload, limits: Limits) -> Iterator[dict[str, Parameter]]:
         """Parameter values worth pricing within the limits, column-normalised variants included."""
@@ -66,3 +67,8 @@ class Family:
         for parameters in self.grid(limits):
             variants = (False, True) if self.normalisable else (False,)
             yield from ({**parameters, "column_normalise": normalise} for normalise in variants)
+
+
+def known_as(family: Family) -> str:
+    """The family's name, and what papers call it."""
+    return f"{family.name} ({family.paper})" if family.paper else family.name

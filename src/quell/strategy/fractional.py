@@ -136,6 +136,7 @@ LAMBDA_CGD = Family(
     "cancels the share lambda of the previous step's noise, needs no buffers (arXiv:2601.22334)",
     lambda_cgd,
     _regenerated,
+    paper="DP-λCGD",
     optional={"lambda": None, "objective": "rmse"},
     objectives=("rmse", "maxse", "training"),
     normalisable=True,

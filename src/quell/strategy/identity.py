@@ -15,4 +15,4 @@ def identity(workload: Workload, _: Participation) -> ToeplitzStrategy:
     return ToeplitzStrategy("identity", workload.steps, np.ones(1), np.ones(1))
 
 
-IDENTITY = Family("identity", "independent noise at every step: DP-SGD", identity)
+IDENTITY = Family("identity", "independent noise at every step", identity, paper="DP-SGD")

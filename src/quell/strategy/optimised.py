@@ -19,7 +19,7 @@ from quell.workload import Workload
 if TYPE_CHECKING:
     from quell.algebra.toeplitz import Decoder
 
-_SOLVER = 2  # raised when a better optimiser makes old cache entries worth replacing
+_SOLVER = 3  # raised when a better optimiser makes old cache entries worth replacing
 
 Solution = tuple[Array, Convergence]
 Watch = Callable[[Convergence], None]

@@ -10,9 +10,9 @@ from quell._types import Array
 from quell.errors import QuellError, require_count, require_finite
 from quell.sampling import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
-from quell.strategy.family import OPTIMISED_FOR, Family
+from quell.strategy.family import HORIZON, Family
 from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy
-from quell.workload import Workload
+from quell.workload import Workload, forgetting, sgd
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
@@ -44,7 +44,7 @@ def build(
     """The strategy of family `name` for a workload and participation pattern.
 
     An optimised family can be given the `solution` it found before; it is then taken as it is and not searched again.
-    Some can be optimised as if examples came back after `optimised_for` steps, which makes them cancel less.
+    Some can be shaped for sums that fade over `horizon` steps instead, which makes them cancel less.
 
     >>> from quell.workload import prefix
     >>> build("bisr", prefix(100), Participation(100, 10), bands=4)
@@ -63,16 +63,16 @@ def build(
         example = ", ".join(_EXAMPLES[name] for name in missing)
         raise QuellError(f"{family.name} needs {' and '.join(missing)}: for example {example}")
     given: dict[str, Any] = {name: _checked(family, name, value) for name, value in parameters.items()}
-    assumed = given.pop(OPTIMISED_FOR, None)
-    if assumed is not None:
-        participation = Participation(workload.steps, assumed)
+    horizon = given.pop(HORIZON, None)
+    if horizon is not None:
+        workload = forgetting(sgd(workload.steps, weight_decay=workload.decay), horizon)
     if "lambda" in given:
         given["lambda_"] = given.pop("lambda")  # a Python keyword
     if solution is not None:
         given["solution"] = solution
     strategy = family.build(workload, participation, **given)
-    if assumed is not None:
-        strategy = replace(strategy, parameters={**strategy.parameters, OPTIMISED_FOR: assumed})
+    if horizon is not None:
+        strategy = replace(strategy, parameters={**strategy.parameters, HORIZON: horizon})
     if not family.normalisable or not isinstance(strategy, ToeplitzStrategy):
         return strategy
     strategy = strategy.column_normalised() if normalise else strategy
@@ -97,7 +97,7 @@ def _checked(family: Family, name: str, value: Parameter) -> Parameter:
         return value
     if isinstance(value, str):
         raise QuellError(f"{name}={value!r} must be a number")
-    if name in ("bands", "buffers", OPTIMISED_FOR):
+    if name in ("bands", "buffers", HORIZON):
         return require_count(name, value, least=0 if name == "buffers" else 1)
     number = require_finite(name, value)
     if not 0 <= number <= 1:

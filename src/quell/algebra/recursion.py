@@ -1,0 +1,36 @@
+"""Recursive filters: y with a_0·y_t + a_1·y_{t−1} + … = x_t, which is the division of power series.
+
+`scipy.signal.lfilter` does the same, but loading scipy.signal takes longer than most of what Quell is asked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quell._types import Array
+from quell.algebra._compile import compiled
+
+
+@compiled("float64[::1](float64[::1], float64[::1])")
+def _recursion(divisor, values):  # type: ignore[no-untyped-def]
+    out = np.empty_like(values)
+    lags = len(divisor) - 1
+    shares = divisor[1:] / divisor[0]
+    waiting = np.zeros(lags + 1)  # what the outputs so far take from the next ones: no sum has to wait for the last
+    for t in range(len(values)):
+        now = values[t] / divisor[0] + waiting[0]
+        for lag in range(lags):
+            waiting[lag] = waiting[lag + 1] - shares[lag] * now
+        out[t] = now
+    return out
+
+
+def recursion(divisor: Array, values: Array) -> Array:
+    """As many coefficients of values / divisor as there are values; of an array (n, m), column by column.
+
+    >>> recursion(np.array([1.0, -0.5]), np.array([1.0, 0.0, 0.0]))
+    array([1.  , 0.5 , 0.25])
+    """
+    if values.ndim == 2:
+        return np.stack([recursion(divisor, column) for column in values.T], axis=1)
+    return np.asarray(_recursion(*(np.ascontiguousarray(each, dtype=np.float64) for each in (divisor, values))))
