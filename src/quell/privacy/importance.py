@@ -80,7 +80,7 @@ class Pilot:
     direction: Direction
     estimate: float
     error: float  # one standard error
-    mixture: Mixture | None  # None: not asked for, or the event was never seen
+    mixture: Mixture | None  # None: not asked for
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,13 @@ def pilot(pair: Pair, direction: Direction, epsilon: float, size: int, failure: 
     even = np.full(len(proposals), 1.0 / len(proposals))
     values = _values(drawn, even)
     estimate, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
-    if failure is None or not np.any(values > 0):
+    if failure is None:
         return Pilot(direction, estimate, error, None)
     prices = np.array([_price(pair, each, float(z)) for each, z in zip(proposals, constants, strict=True)])
-    best, least = None, _least_variance(drawn, prices)
+    first = np.eye(len(proposals))[0]  # alone where the event was never seen: it proves the bound
+    best, least = None, _least_variance(drawn, prices) if estimate > 0 else first
     for blend in _BLENDS:
-        shares = (1 - blend) * least + blend * np.eye(len(proposals))[0]
+        shares = (1 - blend) * least + blend * first
         mixture = _promise(pair, direction, epsilon, proposals, shares, constants, prices, drawn)
         cost = mixture.price * draws_needed(_SLACK * estimate, mixture.variance, mixture.most, failure)
         if best is None or cost < best[0]:
@@ -136,7 +137,7 @@ def scout(pair: Pair, epsilon: float, failure: float, size: int) -> Scouted:
     expected = [
         (1 + _CONSTANT_SLACK) * each.mixture.mean
         + expected_excess(count, each.mixture.variance, each.mixture.most, failure)
-        if each.mixture
+        if each.mixture and count
         else free[each.direction]
         for each, count in zip(pilots, draws, strict=True)
     ]
@@ -159,10 +160,10 @@ def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Cer
 
 def _draws(pair: Pair, scouted: Pilot, failure: float, top: float) -> int:
     mixture = scouted.mixture
-    if mixture is None:
+    if mixture is None or top == 0.0:
         return 0
     # The direction with the smaller δ may be bounded generously: only the larger of the two is reported.
-    excess = max(_SLACK * top, 0.5 * (top - scouted.estimate))
+    excess = max(_SLACK * top, 0.5 * (top - scouted.estimate), 0.8 * top - 2.0 * scouted.estimate)
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
     affordable = _WORK / (min(pair.width, 512) * mixture.price)
     return int(max(_LEAST, min(wanted, affordable, _MOST)))
@@ -172,7 +173,7 @@ def _certify_direction(
     pair: Pair, scouted: Pilot, epsilon: float, failure: float, count: int
 ) -> tuple[float, float, int]:
     mixture = scouted.mixture
-    if mixture is None:
+    if mixture is None or not count:
         return 0.0, 1.0, 0
     counts = [max(1, round(count * share)) for share in mixture.shares]
     total = sum(counts)
