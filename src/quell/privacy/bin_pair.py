@@ -81,9 +81,7 @@ class BinPair:
     def log_weights(self, tilt: Tilt, count: int, random: np.random.Generator) -> Array:
         return self._tuples(tilt, count, random)[1]
 
-    def _mean(
-        self, proposal: Proposal, count: int, random: np.random.Generator, exact: bool
-    ) -> tuple[Array, Array]:
+    def _mean(self, proposal: Proposal, count: int, random: np.random.Generator, exact: bool) -> tuple[Array, Array]:
         """(count, b) or (b,) means of u, and ln A."""
         along = proposal.shift * self.bins.pull / self.sigma**2
         if isinstance(proposal, Mean):

@@ -50,10 +50,10 @@ from quell.privacy.tilting import (
 DIRECTIONS: tuple[Direction, Direction] = ("remove", "add")
 _SEED = 0x5175656C6C  # fixed and public: an accountant's draws hide nothing
 _PILOT, _CERTIFICATE, _CONSTANT = 1, 2, 3
-_CHUNK = 1 << 20  # numbers per chunk: eight megabytes
-_SLACK = 0.06  # relative width of a certificate worth paying for; 6% of δ is about 0.3% of σ
+_CHUNK = {_PILOT: 1 << 20, _CERTIFICATE: 1 << 16, _CONSTANT: 1 << 16}  # numbers: the many fit a core's cache
+_SLACK = 0.05  # relative width of a certificate worth paying for; with that of Z̄, 6% of δ, about 0.3% of σ
 _LEAST, _MOST = 1 << 14, 1 << 20  # draws
-_WORK = 2.0**29  # numbers that one certificate may draw; more only where a draw has more than 512
+_WORK = 2.0**28  # numbers that one certificate may draw; more only where a draw has more than 512
 _CONSTANT_SLACK, _CONSTANT_FAILURE = 0.01, 0.1  # wanted width of Z̄; part of the failure probability for all of them
 _FEWEST = 1 << 12  # tuples for one constant
 _BLENDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
@@ -202,7 +202,7 @@ def _constants(
         count = max(_FEWEST, round(min(wanted, counts[k] / (2 * mean))))  # no more than half of what acceptance takes
         pieces = _side_by_side(
             (pair.log_weights, tilt, size, _generator(_CONSTANT, direction, k, chunk))
-            for _, chunk, size in _chunks(pair, [count])
+            for _, chunk, size in _chunks(pair, [count], _CONSTANT)
         )
         values, bet = np.exp(np.concatenate(pieces) - log_most), best_bet(count, variance, 1.0, share)
         log_lower[k] = math.log(max(lower_mean(values, share, bet), 1e-300)) + log_most
@@ -235,7 +235,7 @@ def _draw(
     stream = _CERTIFICATE if exact else _PILOT
     pieces: list[Draws] = _side_by_side(
         (pair.draw, proposals[k], keys, size, _generator(stream, direction, k, chunk), exact)
-        for k, chunk, size in _chunks(pair, counts)
+        for k, chunk, size in _chunks(pair, counts, stream)
     )
     loss, drift, auxiliary = (
         np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("loss", "drift", "auxiliary")
@@ -253,8 +253,8 @@ def _draw(
     return Drawn(numerator, densities, auxiliary, origin), log_constants
 
 
-def _chunks(pair: Pair, counts: list[int]) -> Iterator[tuple[int, int, int]]:
-    step = max(16, int(_CHUNK / pair.width))
+def _chunks(pair: Pair, counts: list[int], stream: int) -> Iterator[tuple[int, int, int]]:
+    step = max(16, _CHUNK[stream] // pair.width)
     for k, count in enumerate(counts):
         for chunk, start in enumerate(range(0, count, step)):
             yield k, chunk, min(step, count - start)
