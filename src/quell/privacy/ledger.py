@@ -178,9 +178,10 @@ def _certified(
     slope: float,
     delta: float,
 ) -> tuple[float, Certificate]:
-    """The lowest rung that is certified, skipping those that the last certificate or a forecast gives no hope; or `most`.
+    """The lowest rung that is certified, skipping those that the last certificate or a forecast makes hopeless.
 
-    A forecast that comes out otherwise than in the search saves a certificate, and never touches its draws.
+    A forecast that comes out otherwise than in the search saves a certificate, and never touches its draws. Where no
+    rung is certified, `most` it is.
     """
     allowed, _ = _budget(ledger, delta, 1)
     about *= 1.0003  # beyond the tolerance of the search
