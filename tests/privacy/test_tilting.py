@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from quell.privacy import importance
 from quell.privacy.b_min_sep import ChainPair
 from quell.privacy.bin_pair import BinPair
 from quell.privacy.bins import Bins, bins_of
+from quell.privacy.orthogonal import FINE, orthogonal_delta
 from quell.privacy.tilting import Mean, Tilt, candidates, log_kappa, sampling_free
 from quell.sampling import BallsInBins, BMinSep
 
@@ -36,16 +38,32 @@ def bin_pair(sigma=2.0, n=24, b=6, name="lambda_cgd", **parameters):
     return BinPair(bins_of(built, scheme), sigma), built
 
 
+def loose_pair():
+    """Bins that overlap little: the weights of tuples differ."""
+    return bin_pair(**{"lambda": 0.2})[0]
+
+
 def chain_pair(sigma=2.0, n=12, b=3, rate=0.4):
     scheme = BMinSep(n, b, rate)
     built = strategy.build("bsr", workload.prefix(n), scheme.participation, bands=3)
     return ChainPair(built, scheme, sigma), built
 
 
-def mean_weight(pair, proposals, power, draws=60_000):
+def enumerated_constant(pair, tilt):
+    """Z = E A over all tuples: the mean of exp⟨m_i, m_j⟩/σ² over pairs, the first pattern θ times."""
+    gram = pair.bins.table / pair.sigma**2
+    size = 1 + tilt.extra
+    tuples = np.stack(np.meshgrid(*[np.arange(len(gram))] * size, indexing="ij"), axis=-1).reshape(-1, size)
+    times = [tilt.theta] + [1.0] * tilt.extra
+    return np.mean(
+        np.exp(sum(times[i] * times[j] * gram[tuples[:, i], tuples[:, j]] for i in range(size) for j in range(i)))
+    )
+
+
+def mean_weight(pair, proposals, power, draws=60_000, log_constants=None):
     """E_R[S^power·dQ/dR] for the even mixture of the proposals, and its standard error; 1 for powers 0 and 1."""
     counts = [draws] * len(proposals)
-    drawn, _ = importance._draw(pair, "remove", -math.inf, proposals, counts, None, 1)
+    drawn, _ = importance._draw(pair, "remove", -math.inf, proposals, counts, log_constants)
     shares = np.full(len(proposals), 1 / len(proposals))
     # With ε = −∞ the numerator of direction remove is S itself.
     loss = drawn.numerator
@@ -60,6 +78,46 @@ def test_every_proposal_has_the_density_it_claims(proposal, power):
     mean, error = mean_weight(bin_pair()[0], (proposal, Mean(0.0), Tilt(1.0)), power)
     assert abs(mean - 1) < 4.5 * error
     assert error < 0.02
+
+
+def accepted_weight(pair, tilt, power):
+    """The same from accepted tuples, with the constant known by enumeration."""
+    constants = np.log([enumerated_constant(pair, tilt), 1.0, 1.0])
+    return mean_weight(pair, (tilt, Mean(0.0), Tilt(1.0)), power, log_constants=constants)
+
+
+EXTENDED = [proposal for proposal in PROPOSALS if isinstance(proposal, Tilt) and proposal.extra]
+
+
+@pytest.mark.parametrize("power", [0, 1])
+@pytest.mark.parametrize("tilt", EXTENDED, ids=str)
+def test_accepted_tuples_have_the_density_too(tilt, power):
+    mean, error = accepted_weight(loose_pair(), tilt, power)
+    assert abs(mean - 1) < 4.5 * error
+    assert error < 0.02
+
+
+def test_accepting_every_tuple_breaks_that(monkeypatch):
+    """Mutation: tuples as they come, without their weights."""
+
+    def unweighed(self, tilt, count, random):
+        return self._tuples(tilt, count, random)[0], np.zeros(count)
+
+    monkeypatch.setattr(BinPair, "_accepted", unweighed)
+    pair = loose_pair()
+    off = [abs(mean - 1) / error for mean, error in (accepted_weight(pair, Tilt(1.0, 4), power) for power in (0, 1))]
+    assert max(off) > 6
+
+
+@pytest.mark.parametrize("tilt", EXTENDED, ids=str)
+def test_constants_are_certified(tilt):
+    pair = loose_pair()
+    known = math.log(enumerated_constant(pair, tilt))
+    mixture = importance.Mixture((tilt,), np.ones(1), np.array([known]), np.array([0.1]), 1.0, 1.0, 1.0, 1.0)
+    (lower,), (upper,) = importance._constants(pair, "remove", mixture, [100_000], 1e-6)
+    assert lower <= known + 1e-12
+    assert known - 1e-12 <= upper < lower + 0.2
+    assert upper <= pair.log_most(tilt)
 
 
 @pytest.mark.parametrize("power", [0, 1])
@@ -143,15 +201,101 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     certificates = []
     for cpus in (1, 3):
         monkeypatch.setattr(importance.os, "cpu_count", lambda cpus=cpus: cpus)
-        monkeypatch.setattr(importance, "_CHUNK", 1 << 14)
+        monkeypatch.setattr(importance, "_CHUNK", dict.fromkeys(importance._CHUNK, 1 << 14))
         scouted = importance.scout(pair, 0.7, 1e-5, 1000)
         certificates.append(importance.certify(pair, 0.7, 1e-5, scouted))
     assert certificates[0] == certificates[1]
 
 
-def test_pilot_and_certificate_use_different_draws():
-    streams = {importance._generator(stream, "remove", 0, 0).random() for stream in (1, 2)}
-    assert len(streams) == 2
+def extended_pair():
+    """A pair whose certificate draws tuples."""
+    pair, built = bin_pair(sigma=5.0, n=40, b=10, name="bisr", bands=3)
+    scouted = importance.scout(pair, 0.8, 1e-5, 1000)
+    assert any(isinstance(each, Tilt) and each.extra for each in scouted.pilots[0].mixture.proposals)
+    return pair, built, scouted
+
+
+def test_pilot_constants_and_certificate_use_different_draws(monkeypatch):
+    """All that is chosen or bounded beforehand must be independent of what it is applied to."""
+    pair, _, _ = extended_pair()
+    asked, first = [], []
+
+    def spy(*spawn, honest=importance._generator):
+        asked.append(spawn)
+        first.append(honest(*spawn).random())
+        return honest(*spawn)
+
+    monkeypatch.setattr(importance, "_generator", spy)
+    scouted = importance.scout(pair, 0.8, 1e-5, 1000)
+    importance.certify(pair, 0.8, 1e-5, scouted)
+    assert {spawn[0] for spawn in asked} == {importance._PILOT, importance._CONSTANT, importance._CERTIFICATE}
+    assert len(set(asked)) == len(set(first)) == len(asked)
+
+
+def test_bounds_share_the_failure_probability(monkeypatch):
+    """Those of the constants and of the mean, in each direction: the larger δ is understated by one of them only."""
+    pair, _, scouted = extended_pair()
+    spent = []
+
+    def spy(values, most, failure, bet, honest=importance.upper_mean):
+        spent.append(failure)
+        return honest(values, most, failure, bet)
+
+    monkeypatch.setattr(importance, "upper_mean", spy)
+    for each, count in zip(scouted.pilots, scouted.draws, strict=True):
+        spent.clear()
+        importance._certify_direction(pair, each, 0.8, 1e-5, count)
+        assert len(spent) >= 1 + (each.direction == "remove")
+        assert sum(spent) <= 1e-5 * (1 + 1e-12)
+
+
+def test_a_certificate_holds_whatever_the_pilot_believes():
+    """A pilot that is wrong about everything makes certificates wider, never too low."""
+    pair, built, scouted = extended_pair()
+    top, error = max(simulated_delta(built.matrix(), Patterns.of_bins(40, 10), pair.sigma, 0.8).values())
+    assert error < 0.05 * top
+    for mistake in (-1.0, 1.0):
+        pilots = tuple(
+            replace(
+                each,
+                estimate=each.estimate * math.exp(mistake),
+                mixture=replace(
+                    each.mixture,
+                    log_constants=each.mixture.log_constants + mistake,
+                    mean=each.mixture.mean * math.exp(mistake),
+                    variance=each.mixture.variance * math.exp(2 * mistake),
+                    most=each.mixture.most * math.exp(mistake),
+                ),
+            )
+            for each in scouted.pilots
+        )
+        certificate = importance.certify(pair, 0.8, 1e-5, replace(scouted, pilots=pilots))
+        assert certificate.lower - 4 * error <= top <= certificate.upper + 4 * error
+        assert certificate.upper < 1.5 * top
+
+
+def test_certificates_fail_no_more_often_than_stated(monkeypatch):
+    """Against the exact δ of bins that do not overlap, with few draws and a failure probability that can be seen."""
+    pair, epsilon, failure = BinPair(Bins(np.eye(4)), 1.5), 0.3, 0.5
+    exact, _ = orthogonal_delta([(1 / (2 * pair.sigma**2), 4)], "remove", epsilon, FINE)
+    remove = importance.pilot(pair, "remove", epsilon, 1000, failure)
+    assert any(isinstance(each, Tilt) and each.extra for each in remove.mixture.proposals)
+    understated = 0
+    for seed in range(100):
+        monkeypatch.setattr(importance, "_SEED", seed)
+        understated += importance._certify_direction(pair, remove, epsilon, failure, 300)[1] < exact
+    assert 0 < understated < 100 * failure
+
+
+def test_an_event_that_the_pilot_never_meets_is_bounded_by_draws():
+    """Direction add of many bins that do not overlap: what can be said without draws is far too much."""
+    kernel = np.zeros(2000)
+    kernel[0] = 1.0
+    pair = BinPair(Bins(kernel), 0.4)
+    scouted = importance.scout(pair, 2.0, 1e-3, 200)
+    remove, add = scouted.pilots
+    assert add.estimate == 0.0 < remove.estimate
+    assert importance.certify(pair, 2.0, 1e-3, scouted).upper < 1.5 * remove.estimate < 0.01 * scouted.free
 
 
 def test_candidates_start_with_one_that_proves_a_bound():

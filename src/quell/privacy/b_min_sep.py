@@ -81,7 +81,12 @@ class ChainPair:
     def log_most(self, tilt: Tilt) -> float:
         return math.inf if tilt.extra else 0.0
 
-    def draw(self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator) -> Draws:
+    def log_weights(self, tilt: Tilt, count: int, random: np.random.Generator) -> Array:
+        raise NotImplementedError("the chain has no proposals with extras")
+
+    def draw(
+        self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator, exact: bool
+    ) -> Draws:
         taking_part = np.full((count, self.width), proposal.shift * self.sampling.fraction)
         if isinstance(proposal, Tilt):
             taking_part += proposal.theta * self._patterns(count, random)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quell._types import Array
 from quell.privacy.bins import Bins
@@ -57,11 +58,18 @@ class BinPair:
         return self._known.get((tilt.theta, tilt.extra), 0.0)
 
     @cached_property
+    def _lifts(self) -> Bins:
+        """exp(G/σ²): how much likelier a bin makes every other one as the next of a tuple."""
+        return Bins(np.exp(self.bins.table / self.sigma**2))
+
+    @cached_property
     def _known(self) -> dict[tuple[float, int], float]:
         return {}
 
-    def draw(self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator) -> Draws:
-        mean, auxiliary = self._mean(proposal, count, random)
+    def draw(
+        self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator, exact: bool
+    ) -> Draws:
+        mean, auxiliary = self._mean(proposal, count, random, exact)
         u = self.bins.noise(random, count)
         u *= 1.0 / self.sigma
         u += mean
@@ -70,22 +78,58 @@ class BinPair:
         powers = [_log_mean_exp(theta * u - theta * (theta * self.alpha + shift * pull)) for theta, shift in keys]
         return Draws(loss, u.mean(axis=1), np.array(powers).reshape(len(keys), count), auxiliary)
 
-    def _mean(self, proposal: Proposal, count: int, random: np.random.Generator) -> tuple[Array, Array]:
+    def log_weights(self, tilt: Tilt, count: int, random: np.random.Generator) -> Array:
+        return self._tuples(tilt, count, random)[1]
+
+    def _mean(self, proposal: Proposal, count: int, random: np.random.Generator, exact: bool) -> tuple[Array, Array]:
         """(count, b) or (b,) means of u, and ln A."""
-        b, auxiliary = self.bins.count, np.zeros(count)
+        along = proposal.shift * self.bins.pull / self.sigma**2
         if isinstance(proposal, Mean):
-            return proposal.shift * self.bins.pull / self.sigma**2, auxiliary
-        field = self.bins.rows(random.integers(0, b, count)) * (proposal.theta / self.sigma**2)
+            return along, np.zeros(count)
+        draw = self._accepted if exact and proposal.extra else self._tuples
+        tuples, auxiliary = draw(proposal, count, random)
+        field = self.bins.rows(tuples[0]) * proposal.theta
+        for extra in tuples[1:]:
+            field += self.bins.rows(extra)
+        field *= 1.0 / self.sigma**2
         if proposal.shift:
-            field += proposal.shift * self.bins.pull / self.sigma**2
-        for _ in range(proposal.extra):
-            top = field.max(axis=1)
-            running = np.cumsum(np.exp(field - top[:, None]), axis=1)
-            auxiliary += top + np.log(running[:, -1] / b)
-            place = random.random(count) * running[:, -1]
-            chosen = np.minimum((running < place[:, None]).sum(axis=1), b - 1)
-            field += self.bins.rows(chosen) / self.sigma**2
+            field += along
         return field, auxiliary
+
+    def _tuples(self, tilt: Tilt, count: int, random: np.random.Generator) -> tuple[NDArray[np.int64], Array]:
+        """(1 + extra, count) bins drawn one after the other, and ln A."""
+        b, log_weight = self.bins.count, np.zeros(count)
+        tuples = np.empty((1 + tilt.extra, count), dtype=np.int64)
+        tuples[0] = random.integers(0, b, count)
+        if not tilt.extra:
+            return tuples, log_weight
+        lifted = self.bins.rows(tuples[0]) * (tilt.theta / self.sigma**2)
+        log_total = lifted.max(axis=1)
+        lifted -= log_total[:, None]
+        np.exp(lifted, out=lifted)
+        for i in range(1, 1 + tilt.extra):
+            running = np.cumsum(lifted, axis=1)
+            total = running[:, -1]
+            log_total += np.log(total)
+            log_weight += log_total - math.log(b)
+            place = random.random(count) * total
+            tuples[i] = (running >= place[:, None]).argmax(axis=1)
+            if i < tilt.extra:
+                lifted *= self._lifts.rows(tuples[i])
+                lifted *= 1.0 / total[:, None]
+        return tuples, log_weight
+
+    def _accepted(self, tilt: Tilt, count: int, random: np.random.Generator) -> tuple[NDArray[np.int64], Array]:
+        """Tuples accepted with probability A/max A, so that what is left of A is one."""
+        kept, found, most = [], 0, self.log_most(tilt)
+        while found < count:
+            tuples, log_weight = self._tuples(tilt, count, random)
+            if log_weight.max() > most + 1e-6:
+                raise AssertionError("a tuple's weight exceeds its proven bound: this is a bug in Quell")
+            accepted = tuples[:, random.random(count) < np.exp(log_weight - most)]
+            kept.append(accepted)
+            found += accepted.shape[1]
+        return np.concatenate(kept, axis=1)[:, :count], np.zeros(count)
 
 
 def _log_mean_exp(values: Array) -> Array:

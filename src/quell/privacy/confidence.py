@@ -29,7 +29,7 @@ def upper_mean(values: Array, most: float, failure: float, bet: float) -> float:
     >>> upper_mean(np.zeros(1000), most=1.0, failure=0.05, bet=1.0) < 0.004
     True
     """
-    if len(values) and float(values.max()) > most * (1 + 1e-6):
+    if len(values) and not float(values.max()) <= most * (1 + 1e-6):  # nor may it be nan
         raise AssertionError(
             f"a weight of {values.max():.6g} exceeds its proven bound {most:.6g}: this is a bug in Quell"
         )

@@ -6,6 +6,12 @@ anew, from a stream that the pilot never touches, so that everything chosen (mix
 is independent of what it is applied to. Its upper bound (`quell.privacy.confidence`) uses the weight bound that the
 mixture proves (`quell.privacy.tilting`); draws are allotted to the proposals in fixed numbers.
 
+A proposal with extras is drawn in two ways. The pilot takes tuples as they come, with their weights A. The certificate
+accepts them with probability A/max A, which leaves no weight, and divides by a density that is right but for the
+constant Z = E A. For that it first takes an upper confidence bound Z̄, from tuples of a third stream: dividing by less
+than the density can only raise the mean. Two statements about moderate numbers cost far fewer draws than one about
+their product, whose bound is the product of their bounds. A tenth of the failure probability is for the constants.
+
 Streams are numbered, not shared: chunk i of proposal k always gets the same generator, so results do not depend on the
 number of threads, and differ between machines by rounding only.
 """
@@ -14,9 +20,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +33,7 @@ from quell._types import Array
 from quell.privacy.confidence import best_bet, draws_needed, expected_excess, lower_mean, upper_mean
 from quell.privacy.guarantee import Certificate
 from quell.privacy.tilting import (
+    PRICE_OF_EXTRA,
     Direction,
     Draws,
     Pair,
@@ -41,24 +49,28 @@ from quell.privacy.tilting import (
 
 DIRECTIONS: tuple[Direction, Direction] = ("remove", "add")
 _SEED = 0x5175656C6C  # fixed and public: an accountant's draws hide nothing
-_PILOT, _CERTIFICATE = 1, 2
-_CHUNK = 1 << 20  # numbers per chunk: eight megabytes
-_SLACK = 0.06  # relative width of a certificate worth paying for; 6% of δ is about 0.3% of σ
+_PILOT, _CERTIFICATE, _CONSTANT = 1, 2, 3
+_CHUNK = {_PILOT: 1 << 20, _CERTIFICATE: 1 << 16, _CONSTANT: 1 << 16}  # numbers: the many fit a core's cache
+_SLACK = 0.05  # relative width of a certificate worth paying for; with that of Z̄, 6% of δ, about 0.3% of σ
 _LEAST, _MOST = 1 << 14, 1 << 20  # draws
-_WORK = 2.0**29  # numbers that one certificate may draw; more only where a draw has more than 512
+_WORK = 2.0**28  # numbers that one certificate may draw; more only where a draw has more than 512
+_CONSTANT_SLACK, _CONSTANT_FAILURE = 0.01, 0.1  # wanted width of Z̄; part of the failure probability for all of them
+_FEWEST = 1 << 12  # tuples for one constant
 _BLENDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Proposals with their shares, the constants Z of those with extras, and what it promises."""
+    """Proposals with their shares, what the pilot knows of the weights A of those with extras, and its promises."""
 
     proposals: tuple[Proposal, ...]
     shares: Array
-    log_constants: Array
-    most: float  # the proven bound on X
+    log_constants: Array  # ln Z, about
+    spreads: Array  # variance of A/Z, about
+    most: float  # the bound on X, if that is Z
     mean: float
     variance: float
+    price: float  # of one draw, in numbers drawn per bin
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Pilot:
     direction: Direction
     estimate: float
     error: float  # one standard error
-    mixture: Mixture | None  # None: not asked for, or the event was never seen
+    mixture: Mixture | None  # None: not asked for
 
 
 @dataclass(frozen=True)
@@ -77,24 +89,26 @@ class Drawn:
 
     numerator: Array  # ln (…)₊
     densities: Array  # (proposals, m) ln ρ_k
-    auxiliary: Array  # ln A/Z
+    auxiliary: Array  # ln A/Z, zero where tuples were accepted with probability A/max A
     origin: NDArray[np.intp]  # which proposal each draw came from
 
 
 def pilot(pair: Pair, direction: Direction, epsilon: float, size: int, failure: float | None = None) -> Pilot:
     """`size` draws from every candidate proposal; a mixture is chosen where a certificate is to follow."""
     proposals = tuple(candidates(pair, direction, epsilon))
-    drawn, constants = _draw(pair, direction, epsilon, proposals, [size] * len(proposals), None, _PILOT)
+    drawn, constants = _draw(pair, direction, epsilon, proposals, [size] * len(proposals), None)
     even = np.full(len(proposals), 1.0 / len(proposals))
     values = _values(drawn, even)
     estimate, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
-    if failure is None or not np.any(values > 0):
+    if failure is None:
         return Pilot(direction, estimate, error, None)
-    best, least = None, _least_variance(drawn, even)
+    prices = np.array([_price(pair, each, float(z)) for each, z in zip(proposals, constants, strict=True)])
+    first = np.eye(len(proposals))[0]  # alone where the event was never seen: it proves the bound
+    best, least = None, _least_variance(drawn, prices) if estimate > 0 else first
     for blend in _BLENDS:
-        shares = (1 - blend) * least + blend * np.eye(len(proposals))[0]
-        mixture = _promise(pair, direction, epsilon, proposals, shares, constants, drawn)
-        cost = draws_needed(_SLACK * estimate, mixture.variance, mixture.most, failure)
+        shares = (1 - blend) * least + blend * first
+        mixture = _promise(pair, direction, epsilon, proposals, shares, constants, prices, drawn)
+        cost = mixture.price * draws_needed(_SLACK * estimate, mixture.variance, mixture.most, failure)
         if best is None or cost < best[0]:
             best = cost, mixture
     assert best is not None
@@ -121,8 +135,9 @@ def scout(pair: Pair, epsilon: float, failure: float, size: int) -> Scouted:
     top = max(each.estimate for each in pilots)
     draws = [_draws(pair, each, failure, top) for each in pilots]
     expected = [
-        each.mixture.mean + expected_excess(count, each.mixture.variance, each.mixture.most, failure)
-        if each.mixture
+        (1 + _CONSTANT_SLACK) * each.mixture.mean
+        + expected_excess(count, each.mixture.variance, each.mixture.most, failure)
+        if each.mixture and count
         else free[each.direction]
         for each, count in zip(pilots, draws, strict=True)
     ]
@@ -145,13 +160,12 @@ def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Cer
 
 def _draws(pair: Pair, scouted: Pilot, failure: float, top: float) -> int:
     mixture = scouted.mixture
-    if mixture is None:
+    if mixture is None or top == 0.0:
         return 0
     # The direction with the smaller δ may be bounded generously: only the larger of the two is reported.
-    excess = max(_SLACK * top, 0.5 * (top - scouted.estimate))
+    excess = max(_SLACK * top, 0.5 * (top - scouted.estimate), 0.8 * top - 2.0 * scouted.estimate)
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
-    extras = sum(p.extra * s for p, s in zip(mixture.proposals, mixture.shares, strict=True) if isinstance(p, Tilt))
-    affordable = _WORK / (min(pair.width, 512) * (1 + extras))
+    affordable = _WORK / (min(pair.width, 512) * mixture.price)
     return int(max(_LEAST, min(wanted, affordable, _MOST)))
 
 
@@ -159,16 +173,50 @@ def _certify_direction(
     pair: Pair, scouted: Pilot, epsilon: float, failure: float, count: int
 ) -> tuple[float, float, int]:
     mixture = scouted.mixture
-    if mixture is None:
+    if mixture is None or not count:
         return 0.0, 1.0, 0
     counts = [max(1, round(count * share)) for share in mixture.shares]
     total = sum(counts)
     shares = np.array(counts) / total
-    most = _most(pair, scouted.direction, epsilon, mixture.proposals, shares, mixture.log_constants)
-    drawn, _ = _draw(pair, scouted.direction, epsilon, mixture.proposals, counts, mixture.log_constants, _CERTIFICATE)
+    log_lower, log_upper = _constants(pair, scouted.direction, mixture, counts, _CONSTANT_FAILURE * failure)
+    most = _most(pair, scouted.direction, epsilon, mixture.proposals, shares, log_upper)
+    drawn, _ = _draw(pair, scouted.direction, epsilon, mixture.proposals, counts, log_upper)
     values = _values(drawn, shares)
-    bet = best_bet(total, mixture.variance, most, failure)
-    return lower_mean(values, failure, bet), upper_mean(values, most, failure, bet), total
+    rest = (1 - _CONSTANT_FAILURE) * failure
+    bet = best_bet(total, mixture.variance, most, rest)
+    overstated = math.exp(float(np.max(log_upper - log_lower)))  # at most, the mean of X over δ
+    return lower_mean(values, rest, bet) / overstated, upper_mean(values, most, rest, bet), total
+
+
+def _constants(
+    pair: Pair, direction: Direction, mixture: Mixture, counts: list[int], failure: float
+) -> tuple[Array, Array]:
+    """Bounds on ln Z of every proposal, 0 for those without extras; all upper bounds together fail with `failure`."""
+    log_lower, log_upper = np.zeros(len(counts)), np.zeros(len(counts))
+    extended = [(k, p) for k, p in enumerate(mixture.proposals) if isinstance(p, Tilt) and p.extra]
+    for k, tilt in extended:
+        share, log_most = failure / len(extended), pair.log_most(tilt)
+        mean = math.exp(float(mixture.log_constants[k]) - log_most)  # of A/max A
+        variance = float(mixture.spreads[k]) * mean**2
+        wanted = draws_needed(_CONSTANT_SLACK * mean, variance, 1.0, share)
+        count = max(_FEWEST, round(min(wanted, counts[k] / (2 * mean))))  # no more than half of what acceptance takes
+        pieces = _side_by_side(
+            (pair.log_weights, tilt, size, _generator(_CONSTANT, direction, k, chunk))
+            for _, chunk, size in _chunks(pair, [count], _CONSTANT)
+        )
+        values, bet = np.exp(np.concatenate(pieces) - log_most), best_bet(count, variance, 1.0, share)
+        log_lower[k] = math.log(max(lower_mean(values, share, bet), 1e-300)) + log_most
+        log_upper[k] = math.log(min(upper_mean(values, 1.0, share, bet), 1.0)) + log_most
+    return log_lower, log_upper
+
+
+def _side_by_side(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Results of function calls, given as (function, *arguments), in their order.
+
+    Calls run on all cores, so each multiplies its matrices on one thread, and sums never depend on how many there are.
+    """
+    with threadpool_limits(limits=1), ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        return [job.result() for job in [workers.submit(*job) for job in jobs]]
 
 
 def _draw(
@@ -178,20 +226,17 @@ def _draw(
     proposals: tuple[Proposal, ...],
     counts: list[int],
     log_constants: Array | None,
-    stream: int,
 ) -> tuple[Drawn, Array]:
-    """Draws from every proposal, reduced chunk by chunk; constants Z are estimated where none are given.
+    """Draws from every proposal, reduced chunk by chunk: for a certificate where the constants Z are given.
 
-    Chunks run side by side, so each multiplies its matrices on one thread, and sums never depend on how many there are.
+    Otherwise they are the pilot's, which takes tuples with their weights and estimates Z from them.
     """
-    keys = keys_of(proposals)
-    pieces: list[Draws] = []
-    with threadpool_limits(limits=1), ThreadPoolExecutor(os.cpu_count() or 1) as workers:
-        jobs = [
-            workers.submit(pair.draw, proposals[k], keys, size, _generator(stream, direction, k, chunk))
-            for k, chunk, size in _chunks(pair, counts)
-        ]
-        pieces = [job.result() for job in jobs]
+    keys, exact = keys_of(proposals), log_constants is not None
+    stream = _CERTIFICATE if exact else _PILOT
+    pieces: list[Draws] = _side_by_side(
+        (pair.draw, proposals[k], keys, size, _generator(stream, direction, k, chunk), exact)
+        for k, chunk, size in _chunks(pair, counts, stream)
+    )
     loss, drift, auxiliary = (
         np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("loss", "drift", "auxiliary")
     )
@@ -203,11 +248,13 @@ def _draw(
         [log_density(each, together, keys, pair, float(z)) for each, z in zip(proposals, log_constants, strict=True)]
     )
     numerator = log_numerator(direction, epsilon, loss)
-    return Drawn(numerator, densities, auxiliary - log_constants[origin], origin), log_constants
+    if not exact:
+        auxiliary = auxiliary - log_constants[origin]
+    return Drawn(numerator, densities, auxiliary, origin), log_constants
 
 
-def _chunks(pair: Pair, counts: list[int]) -> Iterator[tuple[int, int, int]]:
-    step = max(16, int(_CHUNK / pair.width))
+def _chunks(pair: Pair, counts: list[int], stream: int) -> Iterator[tuple[int, int, int]]:
+    step = max(16, _CHUNK[stream] // pair.width)
     for k, count in enumerate(counts):
         for chunk, start in enumerate(range(0, count, step)):
             yield k, chunk, min(step, count - start)
@@ -230,18 +277,30 @@ def _log_mixture(densities: Array, shares: Array) -> Array:
     return np.asarray(top + np.log(np.exp(weighted - top).sum(axis=0)))
 
 
-def _least_variance(drawn: Drawn, even: Array, rounds: int = 80) -> Array:
-    """The shares with the smallest second moment E_Q[(…)₊²/ρ], a convex problem, by multiplicative updates."""
+def _price(pair: Pair, proposal: Proposal, log_constant: float) -> float:
+    """What an accepted draw costs, beside one without extras."""
+    if not isinstance(proposal, Tilt):
+        return 1.0
+    return 1.0 + PRICE_OF_EXTRA * proposal.extra * math.exp(min(50.0, pair.log_most(proposal) - log_constant))
+
+
+def _least_variance(drawn: Drawn, prices: Array, rounds: int = 80) -> Array:
+    """The shares with the smallest second moment E_Q[(…)₊²/ρ] for what they cost.
+
+    In terms of shares of the cost this is a convex problem, solved by multiplicative updates.
+    """
     hit = np.isfinite(drawn.numerator)
     densities, numerator = drawn.densities[:, hit], drawn.numerator[hit]
-    base = 2 * numerator + drawn.auxiliary[hit] - _log_mixture(densities, even)
+    shares = np.full(len(prices), 1.0 / len(prices))
+    base = 2 * numerator + drawn.auxiliary[hit] - _log_mixture(densities, shares)
     base -= base.max()
-    shares = even
+    densities = densities - np.log(prices)[:, None]
     for _ in range(rounds):
         log_mix = _log_mixture(densities, shares)
         gain = np.exp(densities + (base - 2 * log_mix) - (base - log_mix).max()).sum(axis=1)
         shares = shares * gain
         shares = shares / shares.sum()
+    shares = shares / prices / np.sum(shares / prices)
     shares = np.where(shares < 0.01, 0.0, np.round(shares, 3))  # rounded: the same on every machine
     return np.asarray(shares / shares.sum())
 
@@ -253,20 +312,20 @@ def _promise(
     proposals: tuple[Proposal, ...],
     shares: Array,
     log_constants: Array,
+    prices: Array,
     drawn: Drawn,
 ) -> Mixture:
     """The mixture of the proposals with a positive share: its bound, and its mean and variance in the pilot."""
     values, even = _values(drawn, shares), _values(drawn, np.full(len(shares), 1.0 / len(shares)))
     kept = np.flatnonzero(shares)
     mean = float(even.mean())
-    # E_R[X²] in two ways: from the draws of the kept proposals alone, which sees the noise of A, and from all draws,
-    # which sees the events that the kept proposals would only meet with more draws.
-    own = sum(float(shares[k] * np.square(values[drawn.origin == k]).mean()) for k in kept)
-    everyone = float(np.mean(even * values * np.exp(-drawn.auxiliary)))
-    second = max(own, everyone)
+    # E_R[X²] from the draws of all candidates, for they see events that the kept ones would only meet with more draws.
+    second = float(np.mean(even * values * np.exp(-drawn.auxiliary)))
     chosen = tuple(proposals[k] for k in kept)
     most = _most(pair, direction, epsilon, chosen, shares[kept], log_constants[kept])
-    return Mixture(chosen, shares[kept], log_constants[kept], most, mean, max(second - mean**2, 0.1 * mean**2))
+    spreads = np.array([np.exp(drawn.auxiliary[drawn.origin == k]).var() for k in kept])
+    variance, price = max(second - mean**2, 0.1 * mean**2), float(shares @ prices)
+    return Mixture(chosen, shares[kept], log_constants[kept], spreads, most, mean, variance, price)
 
 
 def _most(
@@ -277,17 +336,12 @@ def _most(
     shares: Array,
     log_constants: Array,
 ) -> float:
-    """The proven bound on X under the mixture."""
+    """The bound on X under the mixture, proven if the constants are no smaller than Z."""
     logs = [
         log_bound(each, pair, direction, epsilon, float(z)) - math.log(share)
         for each, z, share in zip(proposals, log_constants, shares, strict=True)
     ]
-    noise = [
-        pair.log_most(each) - float(z)
-        for each, z in zip(proposals, log_constants, strict=True)
-        if isinstance(each, Tilt)
-    ]
-    return math.exp(min(700.0, min(logs) + max([0.0, *noise])))
+    return math.exp(min(700.0, min(logs)))
 
 
 def _log_mean(values: Array) -> float:

@@ -24,6 +24,7 @@ from quell.sensitivity import Sensitivity
 
 FAILURE_SHARE = 0.01  # of δ
 _RUNGS = (0.0, 0.0015, 0.003, 0.006, 0.012, 0.025, 0.06, 0.15)
+_HOPELESS = 1.05  # a forecast this far above what is allowed is hardly ever wrong
 _SIGMA_SLOPE, _EPSILON_SLOPE = -20.0, -8.0  # about d ln δ/d ln σ and d ln δ/d ln ε, where nothing better is known
 
 
@@ -177,7 +178,11 @@ def _certified(
     slope: float,
     delta: float,
 ) -> tuple[float, Certificate]:
-    """The lowest rung that is certified, skipping those that the last certificate makes hopeless; or `most`."""
+    """The lowest rung that is certified, skipping those that the last certificate or a forecast makes hopeless.
+
+    A forecast that comes out otherwise than in the search saves a certificate, and never touches its draws. Where no
+    rung is certified, `most` it is.
+    """
     allowed, _ = _budget(ledger, delta, 1)
     about *= 1.0003  # beyond the tolerance of the search
     if ledger.statistical:
@@ -186,7 +191,7 @@ def _certified(
     for rung in [round_up(about * (1 + step)) for step in _RUNGS]:
         if rung >= most:
             break
-        if rung < hopeless:
+        if rung < hopeless or (ledger.statistical and forecast(rung) > _HOPELESS * allowed):
             continue
         certificate = certify(rung)
         if certificate.upper <= allowed:

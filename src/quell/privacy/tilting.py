@@ -14,22 +14,22 @@ Two families are mixed:
 * `Tilt(θ, extra)`, θ ≥ 1: N(θ·m_1 + m_2 + … + m_{1+extra}, σ²I). The first pattern is drawn as it is, every further one
   in proportion to exp⟨m, what is there already⟩/σ². Without extras this is the mixture itself, moved θ times as far;
   its density is ρ_θ = E_π exp(θu_π − θ²α_π) ≥ S^θ·exp(−θ(θ−1)·max α) by Jensen. With θ = 1 the extras aim at Q·S^c,
-  c = 1 + extra, the best exponential tilt there is. The density is then a sum over tuples that nobody can evaluate, and
-  need not be: with the tuple kept as an auxiliary variable the weight is exact when ρ is replaced by ρ_θ·S^extra/Z and
-  X is multiplied by A/Z, where A = Π E_π exp⟨m_π, what is there already⟩/σ², over the extras, is known for every draw
-  and Z is any constant. By Hölder A ≤ Π_{i<extra} max_π' E_π exp((θ+i)·⟨m_π, m_π'⟩/σ²).
+  c = 1 + extra, the best exponential tilt there is. A = Π E_π exp⟨m_π, what is there already⟩/σ², over the extras, is
+  known for every tuple, and by Hölder A ≤ max A = Π_{i<extra} max_π' E_π exp((θ+i)·⟨m_π, m_π'⟩/σ². A tuple that is
+  accepted with probability A/max A leads to the density ρ_θ·S^extra/Z exactly, Z = E A; one that is always accepted
+  leads there if X is multiplied by A/Z, which can be large. Any Z̄ ≥ Z may take the place of Z: X only grows.
   Instead of extras a tilt can have a shift s·m̄, m̄ = E_π m_π, which proves nothing but often meets the event.
 * `Mean(s)`: N(s·m̄, σ²I). Its density is exp(s·ū − s²·ā), ū = E_π u_π, ā = ‖m̄‖²/2σ². For s < 0 it
   bounds weights where S is small: S ≥ exp(ū − ᾱ) by Jensen, ᾱ = E α_π, hence ρ ≥ exp(s·(L + ᾱ) − s²·ā).
 
 Each family bounds X on the whole event, because ρ is at least its own share w·ρ_k of the mixture:
 
-    remove, c = θ + extra:  X ≤ κ(c)·e^{−(c−1)ε}·exp(θ(θ−1)·max α)·Z/w, times the largest A/Z among the proposals
+    remove, c = θ + extra:  X ≤ κ(c)·e^{−(c−1)ε}·exp(θ(θ−1)·max α)·Z̄/w
     add, s = −shift:        X ≤ κ(s+1)·e^{−s(ε−ᾱ) + s²ā}/w
     κ(c) = max_x e^{−(c−1)x}(1 − e^{−x}) = ((c−1)/c)^{c−1}/c.
 
-Since R has total mass one, the same bounds with w = 1 are bounds on δ that need no draws at all (`sampling_free`): the
-first is a Rényi divergence of order c, bounded by Hölder.
+Since R has total mass one, the same bounds with w = 1 and Z̄ = max A are bounds on δ that need no draws at all
+(`sampling_free`): the first is a Rényi divergence of order c, bounded by Hölder.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from quell._types import Array
 
 Direction = Literal["remove", "add"]
 _MOST_EXTRA = 96  # beyond it a tuple costs more to draw than it gains
+PRICE_OF_EXTRA = 0.2  # what one more pattern costs to draw, beside everything else about a draw
 _ROUNDING = 1e-9  # added to the logarithm of every bound
 
 
@@ -78,7 +79,7 @@ class Draws:
     loss: Array  # L
     drift: Array  # ū = E_π u_π
     powers: Array  # ln E_π exp(θu_π − θ²α_π − θ·shift·⟨m_π, m̄⟩/σ²) for the keys (θ, shift) asked for
-    auxiliary: Array  # ln A, zero where there are no extras
+    auxiliary: Array  # ln A, zero where there are no extras or tuples were accepted with probability A/max A
 
 
 class Pair(Protocol):
@@ -105,10 +106,15 @@ class Pair(Protocol):
         """ā = ‖m̄‖²/2σ²."""
 
     def log_most(self, tilt: Tilt) -> float:
-        """An upper bound of ln A; inf where none is known."""
+        """ln max A; inf where no bound is known, and the tilt must not be used."""
 
-    def draw(self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator) -> Draws:
-        """Draws from one proposal."""
+    def log_weights(self, tilt: Tilt, count: int, random: np.random.Generator) -> Array:
+        """ln A of some tuples."""
+
+    def draw(
+        self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator, exact: bool
+    ) -> Draws:
+        """Draws from one proposal; `exact` ones come from tuples accepted with probability A/max A."""
 
 
 def log_kappa(order: float) -> float:
