@@ -331,3 +331,12 @@ def test_a_claim_is_checked_with_the_confidence_of_a_calibration():
     found = privacy.calibrate(chosen, scheme, 2.0, 1e-5, comparisons=3)
     again = privacy.certify(chosen, scheme, found.noise_multiplier, 2.0, 1e-5, comparisons=3)
     assert again.bracket == found.bracket
+
+
+@pytest.mark.parametrize("scheme", [BallsInBins(N, B), BMinSep(N, B, 0.5)])
+@pytest.mark.parametrize(("sigma", "epsilon"), [(1e3, 0.5), (30.0, 5.0), (3.0, 100.0)])
+def test_gaussian_noise_is_never_pure(scheme, sigma, epsilon):
+    """P/Q is unbounded, so no ε has δ = 0; bounds without draws that underflow must not say so."""
+    found = privacy.delta(build(scheme), scheme, sigma, epsilon)
+    assert found.delta > 0.0
+    assert found.bracket[1] > 0.0
