@@ -10,7 +10,7 @@ from simulation import Patterns, agrees, simulated_delta
 
 from quell import privacy, strategy, workload
 from quell.errors import QuellError
-from quell.privacy import balls_in_bins, bins, gaussian_delta, importance
+from quell.privacy import balls_in_bins, bins, gaussian_delta, importance, ledger
 from quell.privacy.ledger import FAILURE_SHARE, round_up
 from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy.structure import ToeplitzStrategy
@@ -213,6 +213,13 @@ def test_comparing_more_certificates_costs_a_little_noise_not_soundness():
     built = build(scheme, "bisr", bands=4)
     one, many = (privacy.calibrate(built, scheme, 1.0, 1e-4, comparisons=m).noise_multiplier for m in (1, 1000))
     assert one <= many <= one * 1.01
+    allowed, failure = ledger._budget(balls_in_bins.ledger_of(built, scheme), 1e-4, comparisons=1000)
+    assert allowed + failure * 1000 * len(ledger._RUNGS) <= 1e-4 * (1 + 1e-12)  # all that `calibrate` may look at
+    wide, wider = (privacy.delta(built, scheme, 2.0, 1.0, comparisons=m) for m in (1, 10**6))
+    assert wide.bracket[1] < wider.bracket[1]
+    for found in (wide, wider):
+        assert found.failure_probability > 0
+        assert found.delta >= found.bracket[1] + found.failure_probability
 
 
 class TestMutations:

@@ -249,6 +249,22 @@ def test_bounds_share_the_failure_probability(monkeypatch):
         assert sum(spent) <= 1e-5 * (1 + 1e-12)
 
 
+def test_certificates_divide_by_no_less_than_the_constants(monkeypatch):
+    """Z̄ ≥ Z is what makes the mean of X no smaller than δ."""
+    pair, _, scouted = extended_pair()
+    used = []
+
+    def spy(pair, direction, epsilon, proposals, counts, log_constants, honest=importance._draw):
+        used.extend((each, z) for each, z in zip(proposals, log_constants, strict=True) if getattr(each, "extra", 0))
+        return honest(pair, direction, epsilon, proposals, counts, log_constants)
+
+    monkeypatch.setattr(importance, "_draw", spy)
+    importance._certify_direction(pair, scouted.pilots[0], 0.8, 1e-5, scouted.draws[0])
+    assert used
+    for tilt, log_constant in used:
+        assert log_constant >= math.log(enumerated_constant(pair, tilt))
+
+
 def test_a_certificate_holds_whatever_the_pilot_believes():
     """A pilot that is wrong about everything makes certificates wider, never too low."""
     pair, built, scouted = extended_pair()

@@ -122,8 +122,9 @@ def bins_of(strategy: Strategy, sampling: BallsInBins) -> Bins:
         gram = _gram_by_rows(strategy, b) if isinstance(strategy, ToeplitzStrategy) else _sparse_gram(strategy, b)
         gram = gram + _ROUNDING * float(gram.max())
         table = gram if b <= _DENSE else _kernel(gram)
-    if isinstance(strategy, ToeplitzStrategy):
-        table = table * (1 + 2 * strategy.inversion_error) ** 2
+    if isinstance(strategy, ToeplitzStrategy):  # C may be off by that, which can make patterns meet that do not here
+        error = strategy.inversion_error
+        table = table * (1 + 2 * error) ** 2 + 4 * error * float(table.max())
     return Bins(_positive_definite(table), slack)
 
 

@@ -316,11 +316,11 @@ def _promise(
     drawn: Drawn,
 ) -> Mixture:
     """The mixture of the proposals with a positive share: its bound, and its mean and variance in the pilot."""
-    values, even = _values(drawn, shares), _values(drawn, np.full(len(shares), 1.0 / len(shares)))
-    kept = np.flatnonzero(shares)
-    mean = float(even.mean())
+    kept, even = np.flatnonzero(shares), np.full(len(shares), 1.0 / len(shares))
+    mean = float(_values(drawn, even).mean())
     # E_R[X²] from the draws of all candidates, for they see events that the kept ones would only meet with more draws.
-    second = float(np.mean(even * values * np.exp(-drawn.auxiliary)))
+    mixed = _log_mixture(drawn.densities, shares) + _log_mixture(drawn.densities, even)
+    second = float(np.mean(np.exp(2 * drawn.numerator + drawn.auxiliary - mixed)))
     chosen = tuple(proposals[k] for k in kept)
     most = _most(pair, direction, epsilon, chosen, shares[kept], log_constants[kept])
     spreads = np.array([np.exp(drawn.auxiliary[drawn.origin == k]).var() for k in kept])

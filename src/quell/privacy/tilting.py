@@ -144,7 +144,7 @@ def sampling_free(pair: Pair, direction: Direction, epsilon: float) -> float:
             log_bound(Tilt(best_power(pair, epsilon)), pair, direction, epsilon, 0.0),
             log_bound(several, pair, direction, epsilon, pair.log_most(several)),
         )
-    return math.exp(min(0.0, bound))
+    return max(math.exp(min(0.0, bound)), 1e-300)  # not 0: Gaussian noise is never pure
 
 
 def best_power(pair: Pair, epsilon: float) -> float:
