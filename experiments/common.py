@@ -89,8 +89,7 @@ def strategy_of(plan: Entry) -> Strategy:
     fitted = (
         workload.prefix(n) if plan["fitted_to"] == "prefix" else workload.sgd(n, plan["momentum"], plan["weight_decay"])
     )
-    names = (*family.required, *family.optional, *(("column_normalise",) if family.normalisable else ()))
-    parameters = {name: plan[name] for name in names if name in plan}
+    parameters = {name: plan[name] for name in family.takes if name in plan}
     solution = np.asarray(plan["solution"]) if "solution" in plan else None
     return strategy.build(family.name, fitted, Participation(n, plan["separation"]), solution, **parameters)
 

@@ -135,7 +135,7 @@ def full_name(label: str) -> str:
     if label != PLANNED:
         return label
     line = read_json(PLANS / "cifar10.json")[plan_name(label, 9, "balls_in_bins", "full")]
-    return f"{label}: {line['mechanism']} p={line['bands']} γ={line['gamma']:g}"
+    return f"{line['mechanism']} p={line['bands']} γ={line['gamma']:g} (an earlier planner's choice)"
 
 
 def mean(runs: Sequence[Entry]) -> float:
@@ -262,10 +262,10 @@ five frozen layers can only be compared in the order of the mechanisms.
 
 def runtime(runs: dict[str, Entry]) -> str:
     names = {"cnn": "small CNN", "vit": "ViT-B/16", "bert": "BERT-base"}
-    rows = []
+    rows, steady = [], {}
     for run in runs.values():
         base = runs[f"{run['model']} | DP-SGD"]
-        steady = 1 + (run["noise_seconds"] - base["noise_seconds"]) / base["step_seconds"]
+        steady[run["name"]] = 1 + (run["noise_seconds"] - base["noise_seconds"]) / base["step_seconds"]
         paper = PAPER_RUNTIME[run["model"]].get(run["kind"])
         size = f"{names[run['model']]}, {run['parameters'] / 1e6:.1f}M"
         rows.append(
@@ -275,17 +275,23 @@ def runtime(runs: dict[str, Entry]) -> str:
                 f"{run['epoch_seconds']:.1f}",
                 f"{1e3 * run['noise_seconds']:.2f}",
                 f"{run['ratio']:.3f}",
-                f"{steady:.4f}",
+                f"{steady[run['name']]:.4f}",
                 f"{paper:.3f}" if paper else "",
             ]
         )
     rounds = max(run["rounds"] for run in runs.values())
+
+    def verdict(bands: int, limit: float) -> str:
+        found = max(steady[name] for name in steady if name.endswith(f"regenerated p={bands}"))
+        return f"{'met' if found <= limit else 'missed'} ({found:.5f} at most)"
+
     return f"""## What the noise costs in time
 
 Tables 1 and 2 of the λCGD paper on one {device(runs)}: seconds per epoch with per-example gradients by `quell.torch.clipped_sum` in
 micro-batches of 64, as multiples of DP-SGD with torch's own generator. "By noise" counts only the difference in the time of the
 noise itself, which is steadier: whole steps of the medians of {rounds} differ by up to 9% where nothing differs. p = 2 is λCGD.
-"Regenerated" is Quell's, by ChaCha20, without buffers. Goals: at most 1.01 for λCGD and 1.03 for p = 16.
+"Regenerated" is Quell's, by ChaCha20, without buffers. Goals, by noise: at most 1.01 for λCGD, {verdict(2, 1.01)}; at most 1.03 for p = 16,
+{verdict(16, 1.03)}.
 
 {table(["model", "noise", "s/epoch", "noise, ms/step", "× DP-SGD", "by noise", "paper"], rows)}"""
 
@@ -317,8 +323,10 @@ bounds, the paper's plain Monte-Carlo estimates, which run about 1% low. {within
 
 - BISR p=16 at ε=1: the printed 20.25 is a misprint: at ε=2, with less noise, the paper has 21.10.
 - BandInvMF p=b: the paper's C has negative entries, for which its formula understates the sensitivity; so the printed
-  values are not valid guarantees. Ours use a bound that holds for any signs.
-- BandInvMF, amplified: ours lie below the paper's where our search ends at a better strategy (also in the first column)."""
+  values are not valid guarantees. Ours use a bound that holds for any signs; amplified accounting needs C ≥ 0 and refuses it.
+- BandInvMF, amplified: which strategy a search ends at matters more than in the first column, for which it was optimised. Ours lie
+  up to 14% below the paper's and up to 6% above, both for p = 2: ours cancels more (from ε = 0.5 to 0.25 it grows 1.88 times, like
+  λCGD 0.95; the paper's 1.52 times, like BISR p=2), which pays at large ε and costs at small."""
 
 
 def bisr_figures(runs: dict[str, Entry]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from quell import strategy, workload
 from quell.error import error, query_variances
-from quell.objective import HORIZON, training_error
+from quell.objective import FORGETTING, training_error
 from quell.sampling import Participation
 
 PATTERN = Participation(96, 24)
@@ -27,7 +27,7 @@ def test_training_is_the_geometric_mean_of_two_dense_errors(name, task):
     parameters = {"bisr": {"bands": 4}, "bsr": {"bands": 4}, "lambda_cgd": {"lambda": 0.8}}.get(name, {})
     chosen = strategy.build(name, task, PATTERN, None, **parameters)
     step = np.arange(96)
-    fading = np.tril((1 - 1 / (96 * HORIZON)) ** np.abs(step[:, None] - step))
+    fading = np.tril((1 - 1 / (96 * FORGETTING)) ** np.abs(step[:, None] - step))
     if task.given is not None:
         own = task.matrix() * fading
     else:  # decay α·f: A = P_{αf}·diag(η)·P_β

@@ -30,7 +30,7 @@ from quell.page import plots
 from quell.progress import listening
 from quell.sampling import SCHEMES, Cyclic, scheme_names
 from quell.setup import Setup, refuse_decay_rate
-from quell.strategy import FAMILIES, Parameter, build, find
+from quell.strategy import FAMILIES, Parameter, build
 from quell.strategy.family import HORIZON, known_as
 
 HELP = """
@@ -150,7 +150,7 @@ def plan(
     fast: Annotated[
         bool,
         typer.Option(
-            "--fast", rich_help_panel=_GOAL, help="Leave amplification by sampling out: an answer in about a second."
+            "--fast", rich_help_panel=_GOAL, help="Leave amplification by sampling out: an answer in a few seconds."
         ),
     ] = False,
     separation: Annotated[
@@ -176,12 +176,19 @@ def plan(
 
     Give --examples, --batch-size, --epochs, --epsilon and --delta; everything else has a default.
     """
-    if (steps is None) == (batch_size is None or epochs is None):
+    if steps is None and (batch_size is None or epochs is None):
         raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
+    unused: dict[str, object] = {"--batch-size": batch_size, "--epochs": epochs, "--target-rmse": target_rmse}
+    unused |= {"--save": save, "--plot": plot, "--html": html}
+    if steps is not None and (given := [name for name, value in unused.items() if value is not None]):
+        raise QuellError(
+            f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
+            "plan it with --batch-size and --epochs"
+        )
     setup = Setup(
         examples=examples,
-        batch_size=batch_size or 1,
-        epochs=epochs or 1,
+        batch_size=1 if batch_size is None else batch_size,
+        epochs=1 if epochs is None else epochs,
         epsilon=epsilon,
         delta=delta,
         momentum=momentum,
@@ -472,12 +479,12 @@ def mechanisms(as_json: AsJson = False) -> None:
     """List the mechanisms, one line each."""
     if as_json:
         _print_json(
-            [{"mechanism": f.name, "summary": f.summary, "parameters": _parameters(f.name)} for f in FAMILIES.values()]
+            [{"mechanism": f.name, "summary": f.summary, "parameters": list(f.takes)} for f in FAMILIES.values()]
         )
         return
     table = Table("mechanism", "parameters", "what it does")
     for family in FAMILIES.values():
-        table.add_row(known_as(family), ", ".join(_parameters(family.name)), family.summary)
+        table.add_row(known_as(family), ", ".join(family.takes), family.summary)
     console.print(table)
 
 
@@ -557,6 +564,8 @@ def _time_limit(
     share: float | None, step_seconds: float | None, parameters: int | None, device: str
 ) -> costs.TimeLimit | None:
     if share is None:
+        if step_seconds is not None:
+            raise QuellError("--step-seconds is for --noise-share, the part of a step that noise may take: give both")
         return None
     if step_seconds is None or parameters is None:
         raise QuellError("--noise-share needs --step-seconds and --parameters as well")
@@ -602,11 +611,6 @@ def _sweep(name: str, text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise QuellError(f"--{name} {text!r} is not a sweep: write 2,4,8 or start:stop:count") from None
-
-
-def _parameters(name: str) -> list[str]:
-    family = find(name)
-    return [*family.required, *family.optional, *(["column_normalise"] if family.normalisable else [])]
 
 
 def _print_json(content: Any) -> None:

@@ -2,8 +2,8 @@
 
 `rmse` and `maxse` are the errors of the iterates. They are provable, but not what a practitioner is after: mechanisms
 with the least RMSE cancel more than training likes. The λCGD paper found the best λ two to four times smaller on the
-scale 1/(1−λ) (arXiv:2601.22334, §5.1), and over mechanisms trained on CIFAR-10 with momentum the RMSE on the momentum
-workload alone ranked accuracies worse than its geometric mean with the RMSE on plain prefix sums (docs/results.md).
+scale 1/(1−λ) (arXiv:2601.22334, §5.1), and over mechanisms trained on CIFAR-10 with momentum the geometric mean of the
+RMSE on the momentum workload and on plain prefix sums ranked accuracies no worse than either (docs/results.md).
 
 `training` says both. It is the RMSE on the optimizer's own workload with *forgetting*: what a step did fades over a
 ninth of the run, as it does in training, where later gradients correct for old noise; so it pays to cancel noise within
@@ -22,7 +22,7 @@ from quell.strategy import Strategy
 from quell.workload import Workload, forgetting, prefix
 
 OBJECTIVES = ("training", "rmse", "maxse")
-HORIZON, ADAPTIVE_HORIZON = 1 / 9, 1 / 16  # of the run: how long a step's noise matters
+FORGETTING, ADAPTIVE_FORGETTING = 1 / 9, 1 / 16  # of the run: how long a step's noise matters
 
 
 def training_error(strategy: Strategy, workload: Workload, adaptive: bool = False) -> float:
@@ -35,7 +35,7 @@ def training_error(strategy: Strategy, workload: Workload, adaptive: bool = Fals
     >>> round(training_error(dpsgd, run) ** 2, 1)  # about half of 100 steps, less at the start
     47.5
     """
-    horizon = (ADAPTIVE_HORIZON if adaptive else HORIZON) * workload.steps
+    horizon = (ADAPTIVE_FORGETTING if adaptive else FORGETTING) * workload.steps
     own = error(strategy, forgetting(workload, horizon)).rmse
     if workload.is_prefix:
         return own

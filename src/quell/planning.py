@@ -142,7 +142,7 @@ class Plan:
         return plan_text(self)
 
 
-def plan(progress: Progress | None = None, **setup: Any) -> Plan:
+def plan(*, progress: Progress | None = None, **setup: Any) -> Plan:
     """Compare the mechanisms for a training set-up (the fields of `Setup`) and recommend one.
 
     >>> chosen = plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)

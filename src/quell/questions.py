@@ -42,7 +42,8 @@ def changes(plan: Plan) -> Iterator[Change]:
     for mechanism in pareto(plan.alternatives, objective):
         if mechanism.buffers > setup.buffer_limit and mechanism.score(objective) < 0.97 * chosen.score(objective):
             ratio = mechanism.score(objective) / chosen.score(objective)
-            yield Change(f"{mechanism.buffers:,} model copies of memory", mechanism, ratio)
+            copies = "1 model copy" if mechanism.buffers == 1 else f"{mechanism.buffers:,} model copies"
+            yield Change(f"{copies} of memory", mechanism, ratio)
             break
     longer, larger = {"epochs": 2 * setup.epochs}, {"batch_size": 2 * setup.batch_size}
     for what, options in (("twice the epochs", longer), ("batches twice as large", larger)):

@@ -126,11 +126,14 @@ def recommendation(plan: Plan) -> str:
     chosen, problem = plan.mechanism, plan.problem
     promise = f"({plan.setup.epsilon:g}, {plan.setup.delta:g})-DP"
     if chosen.name == "identity":
-        return (
-            f"Use DP-SGD with {chosen.sampling} sampling and noise multiplier {at_least(chosen.noise_multiplier)}. "
-            "Nothing within your limits does better here: with so little privacy budget, or so few steps, what "
+        why = (
+            "Nothing within your limits does better here."
+            if chosen.sampling == Cyclic.name
+            else "Nothing within your limits does better here: with so little privacy budget, or so few steps, what "
             "amplification gives independent noise is worth more than cancelling."
         )
+        noise = at_least(chosen.noise_multiplier)
+        return f"Use DP-SGD with {chosen.sampling} sampling and noise multiplier {noise}. {why}"
     gain = problem.dpsgd.rmse / chosen.rmse
     return (
         f"Use {label(chosen)} with {chosen.sampling} sampling and noise multiplier "
@@ -151,6 +154,12 @@ def explanation(plan: Plan) -> str:
             f"By RMSE alone the choice would be {label(other)} with {other.sampling} sampling (RMSE {other.rmse:.4g} "
             f"instead of {chosen.rmse:.4g}); it cancels more than training tends to like: --objective rmse."
         )
+    first = min(affordable, key=lambda mechanism: mechanism.score(objective))
+    if first is not chosen and not first.certified:
+        lines.append(
+            f"{label(first)} is estimated {1 - first.score(objective) / chosen.score(objective):.1%} better, less than "
+            "an estimate may be off; one mechanism is certified, and the estimates before that favoured this one."
+        )
     at_no_memory = [m for m in plan.alternatives if plan.setup.allows(0, m.draws)]
     front = pareto(at_no_memory, objective)
     lines.append(
@@ -159,6 +168,8 @@ def explanation(plan: Plan) -> str:
         + "."
     )
     for change in changes(plan):
+        if abs(1 - change.ratio) < 0.005:
+            continue
         verb = "lower" if change.ratio < 1 else "raise"
         per = "" if change.what.endswith("memory") else " per example seen"
         lines.append(

@@ -117,8 +117,7 @@ def _read(path: str | Path) -> tuple[Setup, dict[str, Any]]:
 def _rebuild(problem: Problem, row: dict[str, Any]) -> Mechanism:
     """The mechanism that a row describes, with the noise that the row states; refused where that is too little."""
     family = find(row["mechanism"])
-    names = (*family.required, *family.optional, *(("column_normalise",) if family.normalisable else ()))
-    parameters = {name: row[name] for name in names if name in row}
+    parameters = {name: row[name] for name in family.takes if name in row}
     solution = np.asarray(row["solution"], dtype=np.float64) if "solution" in row else None
     strategy = build(family.name, problem.workload, problem.cycle.participation, solution, **parameters)
     sampling = row["sampling"]

@@ -60,6 +60,11 @@ class Family:
     constant_rate_only: bool = False
     paper: str = ""  # what papers call it, where that is another name
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return (*self.required, *self.optional, *(("column_normalise",) if self.normalisable else ()))
+
     def candidates(self, workload: Workload, limits: Limits) -> Iterator[dict[str, Parameter]]:
         """Parameter values worth pricing within the limits, column-normalised variants included."""
         if self.constant_rate_only and not workload.is_toeplitz:

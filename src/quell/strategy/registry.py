@@ -57,7 +57,7 @@ def build(
     if normalise and not family.normalisable:
         raise QuellError(f"{family.name} cannot be column-normalised: leave that option out")
     if unknown := sorted(set(parameters) - set(family.required) - set(family.optional)):
-        takes = ", ".join((*family.required, *family.optional)) or "no parameters"
+        takes = ", ".join(family.takes) or "no parameters"
         raise QuellError(f"{family.name} does not take {', '.join(unknown)}: it takes {takes}")
     if missing := [name for name in family.required if name not in parameters]:
         example = ", ".join(_EXAMPLES[name] for name in missing)

@@ -186,7 +186,7 @@ def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
     for row in offered:
         if row.name == mechanism:
             return row
-    names = ", ".join(row.name for row in offered) or "none"
+    names = ", ".join(dict.fromkeys(row.name for row in offered)) or "none"
     raise QuellError(
         f"the plan has certified no mechanism {mechanism!r}, only {names}: pass one that you price for it, such as "
         "mechanism=plan.problem.price('bisr', bands=4)"
