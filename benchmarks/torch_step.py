@@ -11,12 +11,13 @@ On a GPU a step takes what the clock says. On a CPU it takes what the process wa
 on an idle machine that is the same, and on a shared one it leaves out the waiting.
 
 Memory is what the first steps need at their peak over model and optimizer: torch's count on a GPU; on a CPU the
-resident size, each contender in a process of its own. What `noise_memory` keeps is counted.
+resident size, each contender in a process of its own whose allocator keeps nothing. What `noise_memory` keeps counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import multiprocessing
 import platform
@@ -184,9 +185,10 @@ def quell_step(task: Task, clipping: str, mechanism: str) -> Contender:
     batches = endless(loader)
 
     def past_the_start() -> None:
-        nothing = [torch.zeros_like(p) for p in model.parameters()]
+        sizes = [p.numel() for p in model.parameters()]
+        nothing = torch.zeros(sum(sizes), device=task.device)  # in one piece, which goes back to the system
         for _ in range(16):
-            optimizer.run.noise.add_(nothing)
+            optimizer.run.noise.add_(nothing.split(sizes))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -300,6 +302,7 @@ def in_own_process(task: Task, name: tuple[str, str], steps: int) -> float:
 
 def _child(sender: Any, task: Task, name: tuple[str, str], steps: int) -> None:
     torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
     sender.send(peak_megabytes(task, name, steps))
 
 
