@@ -5,6 +5,8 @@ Refusing is as good as measuring rightly.
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -169,3 +171,160 @@ def test_flat_checkpointed_layers_are_trained_or_refused():
     except QuellError:
         return
     assert all(bool(total.any()) for total in sums)
+
+
+def _small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+
+
+def _flat_sums(model, run):
+    engine = FlatEngine(model, dict(model.named_parameters()), 0.1, "mean")
+    run(model)
+    return engine.collect()
+
+
+def test_flat_pairs_inputs_with_their_own_gradients_in_any_order():
+    """Two losses, the older first: by the order of calls alone, each would meet the other's inputs."""
+    x, y = torch.randn(8, 5), torch.randn(3, 5)
+
+    def interleaved(model):
+        first, second = model(x).square().mean(), model(y).square().mean()
+        first.backward()
+        second.backward()
+
+    def apart(model):
+        for part in (x, y):
+            model(part).square().mean().backward()
+
+    seen, sums = _flat_sums(_small(), interleaved)
+    again, expected = _flat_sums(_small(), apart)
+    assert seen == again == 11
+    torch.testing.assert_close(sums, expected)
+
+
+def test_flat_a_part_of_a_batch_may_leave_out_a_head():
+    """Then another part has it, and both are parts of one step."""
+
+    def parts(first_has_it):
+        torch.manual_seed(0)
+        model = Heads()
+        engine = FlatEngine(model, dict(model.named_parameters()), 1e6, "sum")
+        if first_has_it:
+            model(torch.ones(8, 5))[0].sum().backward()
+        sum(model(torch.ones(8, 5))).sum().backward()
+        return engine.collect()
+
+    (seen, both), (_, one) = parts(True), parts(False)
+    assert seen == 16
+    torch.testing.assert_close(both, [2 * one[0], 2 * one[1], one[2], one[3]])
+
+
+def test_flat_forgets_a_backward_pass_that_failed_without_being_told(monkeypatch):
+    torch.manual_seed(0)
+    model, x = Fragile(), torch.randn(8, 5)
+    engine = FlatEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    expected = _train(model, engine, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(Breaks, "armed", True)
+        with pytest.raises(MemoryError):
+            model(torch.randn(8, 5)).sum().backward()
+    model(x).sum().backward()
+    seen, sums = engine.collect()
+    assert seen == 8
+    torch.testing.assert_close(sums, expected)
+
+
+def test_flat_refuses_two_backward_passes_through_one_forward_pass():
+    """Each would be clipped apart, and count as another set of examples."""
+    model = _small()
+    FlatEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    loss = model(torch.randn(8, 5)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(QuellError, match="add the losses up and call backward"):
+        loss.backward()
+
+
+class Unusual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return self.weight * x, self.weight + x
+
+
+def test_flat_refuses_layers_that_it_cannot_follow():
+    model = nn.Sequential(Unusual())
+    FlatEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    with pytest.raises(QuellError, match="several outputs"):
+        model(torch.randn(8, 5))
+    model = nn.ModuleList([nn.Linear(5, 1)])
+    FlatEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    with pytest.raises(QuellError, match="no input but by keyword"):
+        model[0](input=torch.randn(8, 5))
+
+
+def test_flat_keeps_no_inputs_after_the_backward_pass():
+    """Although the loss is still there, as it is in most loops, and the hooks with it."""
+    model = nn.Sequential(nn.Linear(5, 1))
+    engine = FlatEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    x = torch.randn(8, 5)
+    kept = weakref.ref(x.untyped_storage())
+    loss = model(x).sum()
+    del x
+    assert kept() is not None
+    loss.backward()
+    engine.collect()
+    assert kept() is None
+
+
+class Blocks(nn.Module):
+    """Two checkpoints, with and without something between them and the loss."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            x = layer(x).tanh() if self.reentrant is None else self.again(layer, x)
+        return x
+
+    def again(self, layer, x):
+        return checkpoint(lambda h: layer(h).tanh(), x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_flat_takes_checkpoints_of_both_kinds(reentrant):
+    x = torch.randn(8, 5, requires_grad=True)
+    seen, sums = _flat_sums(Blocks(reentrant), lambda model: model(x).square().mean().backward())
+    again, expected = _flat_sums(Blocks(None), lambda model: model(x).square().mean().backward())
+    assert seen == again == 8
+    torch.testing.assert_close(sums, expected)
+
+
+def test_ghost_names_a_way_out_where_a_checkpoint_runs_layers_twice():
+    model = nn.Sequential(Blocks(False))
+    engine = GhostEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    x = torch.randn(8, 5, requires_grad=True)
+    for _ in range(2):
+        model(x).sum().backward()
+        with pytest.raises(QuellError, match="clipping='microbatch'"):
+            engine.collect()
+
+
+@pytest.mark.parametrize("kind", [FlatEngine, GhostEngine])
+def test_models_in_float64(kind):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 3)), torch.randn(8, 4, 5)
+    engine = kind(model, dict(model.named_parameters()), 0.5, "sum")
+    model(x).square().sum().backward()
+    _, single = engine.collect()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3)).double()
+    engine = kind(model, dict(model.named_parameters()), 0.5, "sum")
+    model(x.double()).square().sum().backward()
+    torch.testing.assert_close(engine.collect()[1], single, rtol=1e-4, atol=1e-4)

@@ -50,7 +50,9 @@ class OpacusOptimizer(PrivateOptimizer, DPOptimizer):
 
 
 class FlatEngine(Engine):
-    """Whole per-example gradients (`p.grad_sample`), clipped at the step."""
+    """Whole per-example gradients, clipped at the step."""
+
+    clipping = "flat"
 
     def __init__(
         self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
@@ -102,6 +104,8 @@ class GhostEngine(DeferredEngine):
     outside its layer would otherwise escape the clipping. Norms are taken over all trainable parameters of the model,
     also those that the optimizer does not hold: gradients are then clipped a little more than need be, never less.
     """
+
+    clipping = "ghost"
 
     def __init__(
         self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
@@ -258,10 +262,10 @@ class _Gradients(GradSampleHooks):
         if not torch.is_grad_enabled() or not requires_grad(module):
             return
         outputs = [value for value in pytree.tree_leaves(output) if is_differentiable(value)]
-        if len(outputs) > 1:
+        if len(outputs) > 1 or not inputs:
             raise QuellError(
-                f"a {type(module).__name__} layer has parameters and several outputs, which clipping='flat' cannot "
-                "follow: use clipping='microbatch'"
+                f"a {type(module).__name__} layer with parameters has several outputs, or no input but by keyword, "
+                "which clipping='flat' cannot follow: use clipping='microbatch'"
             )
         within = torch._C._current_graph_task_id()
         if within >= 0:  # a reentrant checkpoint runs its layers again, and has a backward pass of its own
@@ -284,15 +288,22 @@ class _Gradients(GradSampleHooks):
     def _arrived(self, module: Any, activations: list[Tensor] | None, within: int, gradient: Tensor) -> None:
         if activations is None:
             raise QuellError(_NOT_TRAINING.format(type(module).__name__))
+        if not activations:
+            raise QuellError(
+                f"a second backward pass came to a {type(module).__name__} layer's one forward pass: add the losses up "
+                "and call backward() once"
+            )
         found = self._gradients_of(within if within >= 0 else torch._C._current_graph_task_id())
         sampler = self.GRAD_SAMPLERS.get(type(module), ft_compute_per_sample_gradient)
+        rows = len(activations[0])
         with torch.no_grad():
             for parameter, made in sampler(module, activations, gradient.detach()).items():
                 if parameter in self._trained:
-                    made = made[: len(activations[0])]  # Opacus makes a row for a batch of none
+                    made = made[:rows]  # Opacus makes a row for a batch of none
                     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                         made[:, module.padding_idx] = 0.0  # that row is not trained
                     found[parameter] = _together(found[parameter], made, module) if parameter in found else made
+        activations.clear()  # the hook lives as long as the loss does, and they need not
 
 
 def _together(first: Tensor, second: Tensor, module: nn.Module) -> Tensor:
