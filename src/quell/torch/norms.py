@@ -11,13 +11,13 @@ Norms are (examples,) where nothing was added, else (examples, 2): the bound, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quell.torch.clipping import row_norms
 
@@ -83,25 +83,21 @@ def embedding_norms(layer: Any, activations: list[Tensor], backprops: Tensor) ->
 
 
 def convolution_norms(layer: Any, gradients: Mapping[nn.Parameter, Tensor], inputs: Tensor, backprops: Tensor) -> Norms:
-    """Of a convolution, whose per-example gradients are made whole; |a_t| is the norm of a patch."""
-    found: Norms = {}
-    sizes = torch.linalg.vector_norm(backprops.flatten(2), dim=1)
-    for parameter, gradient in gradients.items():
-        if not len(inputs):
-            found[parameter] = backprops.new_zeros(0)
-            continue
-        if parameter is layer.weight:
-            squares = inputs.to(backprops.dtype).square().sum(1, keepdim=True)
-            ones = squares.new_ones(1, 1, *layer.kernel_size)
-            patches = _CONVOLUTIONS[squares.dim() - 3](squares, ones, None, layer.stride, layer.padding, layer.dilation)
-            total = (sizes * patches.clamp(min=0.0).sqrt().flatten(1)).sum(-1)
-        else:
-            total = sizes.sum(-1)
-        found[parameter] = _raised(row_norms(gradient.flatten(1)), total)
-    return found
+    """Of a convolution, whose per-example gradients are made whole.
 
-
-_CONVOLUTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
+    Here |a_t| is the norm of a patch, every input is in as many patches as the kernel has places at most, and
+    S ≤ √(Σ_t |g_t|²)·√(Σ_t |a_t|²).
+    """
+    if not len(inputs):
+        return {parameter: backprops.new_zeros(0) for parameter in gradients}
+    out = row_norms(backprops.flatten(1))
+    weight = math.sqrt(math.prod(layer.kernel_size)) * out * row_norms(inputs.to(backprops.dtype).flatten(1))
+    bias = math.sqrt(math.prod(backprops.shape[2:])) * out
+    sizes = {parameter: weight if parameter is layer.weight else bias for parameter in gradients}
+    return {
+        parameter: _raised(row_norms(gradient.flatten(1)), sizes[parameter].to(gradient.dtype))
+        for parameter, gradient in gradients.items()
+    }
 
 
 @contextmanager
