@@ -173,6 +173,21 @@ def test_flat_checkpointed_layers_are_trained_or_refused():
     assert all(bool(total.any()) for total in sums)
 
 
+class Idle(Heads):
+    def forward(self, x):
+        self.right(x)  # nobody looks at it
+        return self.left(x)
+
+
+@pytest.mark.parametrize("kind", [FlatEngine, GhostEngine])
+def test_a_layer_that_no_output_depends_on(kind):
+    torch.manual_seed(0)
+    model = Idle()
+    engine = kind(model, dict(model.named_parameters()), 1.0, "sum")
+    for _ in range(3):
+        assert [bool(total.any()) for total in _train(model, engine, torch.randn(8, 5))] == [True, True, False, False]
+
+
 def _small(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))

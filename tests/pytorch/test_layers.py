@@ -111,6 +111,30 @@ def test_flat_takes_recurrent_layers():
     require_autograd(FlatEngine, Recurrent, numbers(4, 5, 6))
 
 
+def test_flat_takes_sequences_of_different_lengths():
+    """The cells see fewer and fewer examples, the longest sequences last; each has the gradient it has alone."""
+    torch.manual_seed(0)
+    cells = DPLSTM(6, 3, batch_first=True, bidirectional=True)
+    sequences = [torch.randn(length, 6) for length in (5, 3, 1)]
+
+    def loss(parts):
+        packed = nn.utils.rnn.pack_sequence(parts)
+        return nn.utils.rnn.pad_packed_sequence(cells(packed)[0], batch_first=True)[0].square().sum()
+
+    parameters = {name: p for name, p in cells.named_parameters() if p.requires_grad}
+    expected = [torch.zeros_like(p) for p in parameters.values()]
+    for sequence in sequences:
+        alone = torch.autograd.grad(loss([sequence]), list(parameters.values()))
+        norm = torch.sqrt(sum(part.square().sum() for part in alone))
+        for total, part in zip(expected, alone, strict=True):
+            total += part * min(1.0, 0.1 / float(norm))
+    engine = FlatEngine(cells, parameters, 0.1, "sum")
+    loss(sequences).backward()
+    seen, sums = engine.collect()
+    assert seen == 3
+    torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize(("make", "inputs"), REFUSED)
 def test_options_that_would_give_wrong_gradients_are_refused(kind, make, inputs):

@@ -145,8 +145,7 @@ class GhostEngine(DeferredEngine):
             with torch.autocast(outputs[0].device.type, enabled=False), full_precision():
                 return self._clip_in_two_passes(outputs, gradients, examples)
         except BaseException:
-            self._forget()
-            self._drop_gradients()
+            self._drop_gradients()  # the next forward pass forgets the rest
             raise
 
     def _clip_in_two_passes(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], examples: int) -> Clipped:
@@ -238,11 +237,11 @@ class _Gradients(GradSampleHooks):
 
     def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
         self._trained = set(trained)
-        self._finished: list[dict[nn.Parameter, Tensor]] = []
-        self._under_way: dict[int, dict[nn.Parameter, Tensor]] = {}  # by autograd's number of the backward pass
+        self._finished: list[_PerExample] = []
+        self._under_way: dict[int, _PerExample] = {}  # by autograd's number of the backward pass
         super().__init__(model, loss_reduction="sum", strict=False)
 
-    def collect(self) -> list[dict[nn.Parameter, Tensor]]:
+    def collect(self) -> list[_PerExample]:
         """What finished backward passes have left; what one that failed has left is dropped."""
         finished, self._finished, self._under_way = self._finished, [], {}
         return finished
@@ -274,10 +273,10 @@ class _Gradients(GradSampleHooks):
         for value in outputs:
             value.register_hook(partial(self._arrived, module, activations, within))
 
-    def _gradients_of(self, backward: int) -> dict[nn.Parameter, Tensor]:
+    def _gradients_of(self, backward: int) -> _PerExample:
         """Where the gradients of the running backward pass go, which is done when autograd says so."""
         if backward not in self._under_way:
-            self._under_way[backward] = {}
+            self._under_way[backward] = _PerExample()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, backward))
         return self._under_way[backward]
 
@@ -302,21 +301,35 @@ class _Gradients(GradSampleHooks):
                     made = made[:rows]  # Opacus makes a row for a batch of none
                     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                         made[:, module.padding_idx] = 0.0  # that row is not trained
-                    found[parameter] = _together(found[parameter], made, module) if parameter in found else made
+                    found.add(parameter, made, type(module))
         activations.clear()  # the hook lives as long as the loss does, and they need not
 
 
-def _together(first: Tensor, second: Tensor, module: nn.Module) -> Tensor:
-    """The per-example gradients of two calls of a layer; late steps of packed sequences have only the first rows."""
-    if len(first) != len(second) and type(module) is not RNNLinear:
-        raise QuellError(
-            f"a {type(module).__name__} layer saw {len(second)} and {len(first)} examples in one pass: every call "
-            "needs one row per example"
-        )
-    longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
-    total = longer.clone()  # what a layer made may be shared, or a view
-    total[: len(shorter)] += shorter
-    return total
+class _PerExample(dict[nn.Parameter, Tensor]):
+    """The per-example gradients that one backward pass brought, added up over the calls of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: set[nn.Parameter] = set()  # what a single call made may be a view of something else
+
+    def add(self, parameter: nn.Parameter, made: Tensor, kind: type[nn.Module]) -> None:
+        held = self.get(parameter)
+        if held is None:
+            self[parameter] = made
+            return
+        if len(held) != len(made) and kind is not RNNLinear:  # late steps of packed sequences have the first rows only
+            raise QuellError(
+                f"a {kind.__name__} layer saw {len(made)} and {len(held)} examples in one pass: every call needs one "
+                "row per example"
+            )
+        if len(made) > len(held):
+            held, made = made, held
+            self._sums.discard(parameter)
+        if parameter not in self._sums:
+            held = held.clone()
+            self._sums.add(parameter)
+        held[: len(made)] += made
+        self[parameter] = held
 
 
 class _Full32:
