@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import stat
 from pathlib import Path
@@ -99,6 +100,33 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         other_loader.load_state_dict(position)
     with pytest.raises(QuellError, match="not the state of a private optimizer"):
         other.load_state_dict(torch.optim.SGD(network().parameters(), lr=0.1).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"clipping": "ghost"}, "clipping was flat and is ghost"),
+        ({"loss_reduction": "sum"}, "loss_reduction was mean and is sum"),
+    ],
+)
+def test_released_steps_do_not_come_again_with_other_clipping(changed, message, tmp_path):
+    """Two different gradients under one row of noise would give the noise away."""
+    plan = small_plan(momentum=0.9)
+    model, optimizer, loader = private(tmp_path / "key", plan)
+    first = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, loader, steps=2)
+    last = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    optimizer.close()
+
+    model, optimizer, loader = private(tmp_path / "key", plan, **changed)
+    model.load_state_dict(first["model"])
+    optimizer.load_state_dict(first["optimizer"], replay=True)
+    for _ in range(2):  # and it stays refused
+        with pytest.raises(QuellError, match=message):
+            train(model, optimizer, loader, steps=1)
+    model.load_state_dict(last["model"])
+    optimizer.load_state_dict(last["optimizer"], replay=True)  # nothing comes again from here
+    assert train(model, optimizer, loader, steps=1) == 1
 
 
 def test_loader_and_optimizer_are_loaded_together():

@@ -41,6 +41,14 @@ def by_hand(params, batch, bound):
     return total
 
 
+def test_float64_gives_the_sums_of_float32():
+    batch = torch.randn(7, 3), torch.randn(7)
+    single = clipped_sum(loss, weights(), batch, 0.5)
+    double = clipped_sum(loss, weights(torch.float64), tuple(part.double() for part in batch), 0.5)
+    assert all(value.dtype == torch.float32 for value in double.values())
+    torch.testing.assert_close(double, single)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 64])
 @pytest.mark.parametrize("bound", [0.01, 1.0, 1e6])
 def test_clipped_sum_equals_one_example_at_a_time(micro_batch, bound):

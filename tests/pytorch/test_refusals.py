@@ -29,6 +29,14 @@ def one_step(model, optimizer, batch):
     optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_model_that_writes_into_its_weights_what_it_saw(kind, plan):
+    """max_norm rescales the rows of a batch's tokens in the forward pass: a release without noise, also when frozen."""
+    model = nn.Sequential(kind(6, 4, max_norm=1.0).requires_grad_(False), nn.Linear(4, 3))
+    with pytest.raises(QuellError, match="0 has max_norm, which changes the weights"):
+        make_private(model, torch.optim.SGD(model[1].parameters(), lr=0.1), examples(), plan, clipping="microbatch")
+
+
 @pytest.mark.parametrize("clipping", MODES)
 def test_a_model_with_batch_norm(clipping, plan):
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))

@@ -83,6 +83,8 @@ def attach(
 class GivenSums(Engine):
     """Clipped sums that the loop computed."""
 
+    clipping = "given"
+
     if_not_clipped = "clip every example's gradient before adding up"
 
     def flush(self) -> None:

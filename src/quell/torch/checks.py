@@ -72,7 +72,8 @@ def trainable_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn
     return found
 
 
-def refuse_batch_norm(model: nn.Module) -> None:
+def refuse_leaking_layers(model: nn.Module) -> None:
+    """Batch norm, and layers whose forward pass writes what it saw into the weights."""
     for name, module in model.named_modules():
         mixes = isinstance(module, nn.modules.batchnorm._BatchNorm)
         tracks = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
@@ -81,6 +82,37 @@ def refuse_batch_norm(model: nn.Module) -> None:
                 f"{name or 'the model'} is a {type(module).__name__}, which mixes the examples of a batch, so no "
                 "example's gradient can be clipped: use GroupNorm (opacus.validators.ModuleValidator.fix replaces it)"
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise QuellError(
+                f"{name or 'the model'} has max_norm, which changes the weights of the tokens that it sees in the "
+                "forward pass, without noise: make it without"
+            )
+
+
+def refuse_unmeasured_layers(model: nn.Module) -> None:
+    """What Opacus's rules for layers leave out: per-example gradients would be wrong, and mostly without a word."""
+    for name, module in model.named_modules():
+        option = _unmeasured(module)
+        if option is not None and any(parameter.requires_grad for parameter in module.parameters()):
+            raise QuellError(
+                f"{name or 'the model'} is a {type(module).__name__}{option}: Opacus's hooks, which clipping='flat' "
+                "and 'ghost' use, get its per-example gradients wrong; use clipping='microbatch' or another layer"
+            )
+
+
+def _unmeasured(module: nn.Module) -> str | None:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        padded = module.padding_mode != "zeros" and any(module._reversed_padding_repeated_twice)
+        return f" with padding_mode={module.padding_mode!r}" if padded else None  # unfolded with zeros
+    if isinstance(module, nn.Embedding):
+        return next((f" with {name}=True" for name in ("scale_grad_by_freq", "sparse") if getattr(module, name)), None)
+    if isinstance(module, nn.EmbeddingBag):
+        return ""  # a token that a bag has twice counts once
+    if isinstance(module, nn.LayerNorm):
+        return " without a bias" if module.elementwise_affine and module.bias is None else None
+    if type(module).__name__ == "DPMultiheadAttention":  # of Opacus, which need not be there
+        return None if module.batch_first else " with batch_first=False"  # positions would count as examples
+    return None
 
 
 def refuse_other_data(plan: Plan, examples: int) -> None:

@@ -91,8 +91,8 @@ def require_clip_norm(max_grad_norm: float) -> float:
 
 def example_norms(gradients: Mapping[str, Tensor]) -> Tensor:
     """(examples,) the norm of each example's whole gradient, in float32."""
-    norms = [row_norms(_rows(gradient)) for gradient in gradients.values()]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0).float()
+    norms = [row_norms(_rows(gradient)).float() for gradient in gradients.values()]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -102,8 +102,9 @@ def row_norms(rows: Tensor) -> Tensor:
     away against the sum of the early ones; clipping would then let a percent too much through. So long rows are cut
     into blocks there, float32 within and float64 over them. A GPU adds in thousands of parts by itself.
     """
-    if rows.is_cuda or rows.shape[1] <= _BLOCK:
-        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    if rows.is_cuda or rows.shape[1] <= _BLOCK or rows.dtype == torch.float64:
+        kept = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        return torch.linalg.vector_norm(rows, dim=1, dtype=kept)
     whole = rows.shape[1] // _BLOCK * _BLOCK
     blocks = rows[:, :whole].unflatten(1, (-1, _BLOCK))
     parts = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (blocks, rows[:, None, whole:])]

@@ -23,6 +23,7 @@ from quell.torch.sharding import local
 class Engine(ABC):
     """What the optimizer asks of a way of clipping."""
 
+    clipping: ClassVar[str]  # as the user names it
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
 
     def __init__(self, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str) -> None:
@@ -31,6 +32,10 @@ class Engine(ABC):
         self.mean_loss = loss_reduction == "mean"
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """What the same batch and weights must be clipped with to give the same sums, beside the clip norm."""
+        return {"clipping": self.clipping, "loss_reduction": "mean" if self.mean_loss else "sum"}
 
     def collect(self) -> tuple[int, list[Tensor]]:
         """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +20,29 @@ from quell.errors import QuellError
 
 try:
     from opacus.grad_sample import GradSampleHooks
+    from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
     from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleHooksFastGradientClipping
     from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
         GradSampleHooksFastGradientClippingFSDP,
     )
+    from opacus.layers import DPGRU, DPLSTM, DPRNN
+    from opacus.layers.dp_rnn import RNNLinear
     from opacus.optimizers import DPOptimizer
+    from opacus.utils.module_utils import requires_grad
 except ImportError as missing:
     raise QuellError(
         "clipping='flat' and 'ghost' use Opacus: pip install -c constraints.txt '.[torch]', or take 'microbatch'"
     ) from missing
 
+from quell.torch.checks import refuse_unmeasured_layers
 from quell.torch.clipping import Clipped, clip_factors, norm_of, sum_clipped
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine import DeferredEngine, Engine, Pass, is_differentiable
+from quell.torch.norms import convolution_norms, embedding_norms, full_precision, linear_norms
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.sharding import copies, is_sharded, local
+
+_MADE_OF_LAYERS = (DPRNN, DPLSTM, DPGRU)  # whose parameters are used by layers inside them
 
 
 class OpacusOptimizer(PrivateOptimizer, DPOptimizer):
@@ -41,55 +50,46 @@ class OpacusOptimizer(PrivateOptimizer, DPOptimizer):
 
 
 class FlatEngine(Engine):
-    """Whole per-example gradients (`p.grad_sample`), clipped at the step."""
+    """Whole per-example gradients, clipped at the step."""
+
+    clipping = "flat"
 
     def __init__(
         self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
     ) -> None:
         super().__init__(params, max_grad_norm, loss_reduction)
+        refuse_unmeasured_layers(model)
         self._all = list(model.parameters())  # also those that the optimizer does not train
-        _silence_first_layers()
-        # For a mean loss Opacus multiplies every layer's gradients by the batch size; `_scales` does it per example.
-        self._hooks = _Gradients(model, loss_reduction="sum", strict=False)
+        self._hooks = _Gradients(model, self.params.values())
 
     def flush(self) -> None:
-        found: dict[str, Tensor] = {}
-        passes: list[int] = []  # how many examples each backward pass had
-        for name, parameter in self.params.items():
-            sample = parameter.grad_sample
-            if sample is not None:
-                parts = sample if isinstance(sample, list) else [sample]
-                passes = [len(part) for part in parts]
-                found[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
-        sizes = {len(gradient) for gradient in found.values()}
-        if len(sizes) > 1:
-            raise QuellError(
-                f"the layers saw different numbers of examples ({sorted(sizes)}): every input of a layer must have one "
-                "row per example"
-            )
-        if found:
-            with torch.no_grad():
-                held = {name: self.params[name] for name in found}
-                scales = self._scales(passes, next(iter(found.values())).device)
-                clipped = sum_clipped(lambda: iter([found]), held, self.max_grad_norm, scales)
-                self._take(clipped.examples, clipped)
-        self._drop()
+        for found in self._hooks.collect():
+            gradients = {name: found[parameter] for name, parameter in self.params.items() if parameter in found}
+            sizes = {len(gradient) for gradient in gradients.values()}
+            if len(sizes) > 1:
+                self.discard()
+                raise QuellError(
+                    f"the layers saw different numbers of examples ({sorted(sizes)}): every input of a layer must have "
+                    "one row per example"
+                )
+            if gradients:
+                self._take_clipped(gradients, float(sizes.pop()) if self.mean_loss else 1.0)
+        self._drop_gradients()
 
-    def _scales(self, passes: Sequence[int], device: torch.device) -> Tensor | float:
-        """From an example's share of a mean loss to its own loss: times the size of its batch."""
-        if not self.mean_loss:
-            return 1.0
-        if len(passes) == 1:
-            return float(passes[0])
-        return torch.cat([torch.full((size,), float(size), device=device) for size in passes])
+    def _take_clipped(self, gradients: Mapping[str, Tensor], scale: float) -> None:
+        """`scale` leads from an example's share of a mean loss to its own loss."""
+        held = {name: self.params[name] for name in gradients}
+        with torch.no_grad():
+            clipped = sum_clipped(lambda: iter([gradients]), held, self.max_grad_norm, scale)
+        self._take(clipped.examples, clipped)
 
     def discard(self) -> None:
         super().discard()
-        self._drop()
+        self._hooks.collect()
+        self._drop_gradients()
 
-    def _drop(self) -> None:
+    def _drop_gradients(self) -> None:
         for parameter in self._all:
-            parameter.grad_sample = None
             parameter.grad = None  # the sum without clipping, which autograd makes as well
 
 
@@ -105,6 +105,8 @@ class GhostEngine(DeferredEngine):
     also those that the optimizer does not hold: gradients are then clipped a little more than need be, never less.
     """
 
+    clipping = "ghost"
+
     def __init__(
         self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str
     ) -> None:
@@ -112,6 +114,7 @@ class GhostEngine(DeferredEngine):
         self.model, self._all = model, list(model.parameters())
         self.sharded = any(is_sharded(parameter) for parameter in params.values())
         _refuse_ties(model)
+        refuse_unmeasured_layers(model)
         if any(parameter.requires_grad for parameter in model.parameters(recurse=False)):
             raise QuellError(
                 f"{type(model).__name__} holds parameters itself, outside its layers, where clipping='ghost' cannot "
@@ -127,6 +130,7 @@ class GhostEngine(DeferredEngine):
     def _before(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
             self.flush()
+            self._forget()  # what no backward pass has fetched, or one that failed
 
     def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         if not module.training or not torch.is_grad_enabled():
@@ -137,20 +141,28 @@ class GhostEngine(DeferredEngine):
 
     def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Clipped:
         outputs: list[Tensor] = done.made_by
-        with torch.autocast(outputs[0].device.type, enabled=False):
-            self._hooks.forget_norms()
-            ends = _smallest_parameters(self.model, self._hooks.NORM_SAMPLERS) if self._shortened else None
-            torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=ends)
-            self._drop_gradients()
-            with torch.no_grad():
-                norms, measured = self._hooks.norms(examples, outputs[0].device)
-            self._hooks.disable_hooks()
-            try:
-                self._probe(outputs, gradients, norms)
-                factors = clip_factors(norms, self.max_grad_norm)
-                torch.autograd.backward(outputs, [_scaled(gradient, factors) for gradient in gradients])
-            finally:
-                self._hooks.enable_hooks()
+        try:
+            with torch.autocast(outputs[0].device.type, enabled=False), full_precision():
+                return self._clip_in_two_passes(outputs, gradients, examples)
+        except BaseException:
+            self._drop_gradients()  # the next forward pass forgets the rest
+            raise
+
+    def _clip_in_two_passes(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], examples: int) -> Clipped:
+        self._hooks.forget_norms()
+        ends = _smallest_parameters(self.model, self._hooks.NORM_SAMPLERS) if self._shortened else None
+        torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=ends)
+        self._drop_gradients()
+        with torch.no_grad():
+            both, measured = self._hooks.norms(examples, outputs[0].device)
+        norms = both[:, 0]
+        self._hooks.disable_hooks()
+        try:
+            self._probe(outputs, gradients, both)
+            factors = clip_factors(norms, self.max_grad_norm)
+            torch.autograd.backward(outputs, [_scaled(gradient, factors) for gradient in gradients])
+        finally:
+            self._hooks.enable_hooks()
         return self._sums_of(measured, examples)
 
     def _drop_gradients(self) -> None:
@@ -189,76 +201,156 @@ class GhostEngine(DeferredEngine):
         """Once: the gradient of the first example, computed alone, must have the norm that the hooks found."""
         if self._probed:
             return
-        alone = bool(torch.isfinite(norms[:1]).any()) and (not self.sharded or world()[0] == 0)
-        mask = torch.zeros_like(norms)
+        alone = bool(torch.isfinite(norms[:1]).all()) and len(norms) > 0 and (not self.sharded or world()[0] == 0)
+        mask = torch.zeros_like(norms[:, 0])
         mask[:1] = float(alone)
         torch.autograd.backward(outputs, [_scaled(gradient, mask) for gradient in gradients], retain_graph=True)
         factor = world()[1] if self.sharded else 1
         found_gradients = [local(p.grad) for p in self._all if p.grad is not None]
         squares = [(gradient.float() * factor).square().sum() for gradient in found_gradients]
         real_square = torch.stack(squares).sum() if squares else mask.new_zeros(())
-        both = torch.stack([real_square, norms[:1].square().sum() if alone else mask.new_zeros(())])
+        found_squares = norms[0].square() if alone else norms.new_zeros(2)
+        three = torch.cat([real_square.reshape(1), found_squares])
         if self.sharded:
-            sum_over_ranks([both])
+            sum_over_ranks([three])
         self._drop_gradients()
-        real, found = both.sqrt().tolist()
+        real, bound, found = three.tolist()
         if not math.isfinite(real):
             return  # some example's values are not finite: a later batch will do
-        if not abs(real - found) <= 5e-3 * max(real, found):  # room for TF32, not for a layer that is used twice
-            raise QuellError(f"one example's gradient has norm {real:.4g}, its layers say {found:.4g}: {_OUTSIDE}")
-        self._probed = real > 0
+        if not abs(real - found) <= bound - found + 1e-2 * max(real, found):  # no room for a layer that is used twice
+            norms_of_one = f"norm {math.sqrt(real):.4g}, its layers say {math.sqrt(found):.4g}"
+            raise QuellError(f"one example's gradient has {norms_of_one}: {_OUTSIDE}")
+        self._probed = real > 0 and bound <= 1.5 * found  # else rounding hides too much
         self._shortened = self._probed and not self.sharded and _ends_in_parameters(outputs, self.model)
 
     def _forget(self) -> None:
         self._hooks.forget_activations()
 
 
-class _InTrainMode:
-    """Opacus's hooks look away in eval mode, and stumble over the backward pass."""
+class _Gradients(GradSampleHooks):
+    """Per-example gradients by Opacus's rules for layers, by backward pass.
+
+    Opacus pairs inputs with gradients by the order in which they come, and counts calls. A call that no backward pass
+    reaches, or one that fails, spoils both for all later batches. Here each call's inputs wait at its own output, and
+    what one backward pass brings belongs together.
+    """
+
+    def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
+        self._trained = set(trained)
+        self._finished: list[_PerExample] = []
+        self._under_way: dict[int, _PerExample] = {}  # by autograd's number of the backward pass
+        super().__init__(model, loss_reduction="sum", strict=False)
+
+    def collect(self) -> list[_PerExample]:
+        """What finished backward passes have left; what one that failed has left is dropped."""
+        finished, self._finished, self._under_way = self._finished, [], {}
+        return finished
+
+    def add_hooks(self, *, batch_first: bool = True, **options: Any) -> None:
+        if hasattr(self._module, "autograd_grad_sample_hooks"):
+            raise QuellError("the model has Opacus's hooks already: pass the plain model")
+        self._module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = []
+        for module in self.iterate_submodules(self._module):
+            if type(module) in _MADE_OF_LAYERS:
+                continue
+            if type(module) not in self.GRAD_SAMPLERS:
+                prepare_layer(module, batch_first=batch_first)
+            self.autograd_grad_sample_hooks.append(module.register_forward_hook(self.capture_activations_hook))
+
+    def capture_activations_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or not requires_grad(module):
+            return
+        outputs = [value for value in pytree.tree_leaves(output) if is_differentiable(value)]
+        if len(outputs) > 1 or not inputs:
+            raise QuellError(
+                f"a {type(module).__name__} layer with parameters has several outputs, or no input but by keyword, "
+                "which clipping='flat' cannot follow: use clipping='microbatch'"
+            )
+        within = torch._C._current_graph_task_id()
+        if within >= 0:  # a reentrant checkpoint runs its layers again, and has a backward pass of its own
+            self._gradients_of(within)
+        activations = [value.detach() for value in inputs] if module.training else None
+        for value in outputs:
+            value.register_hook(partial(self._arrived, module, activations, within))
+
+    def _gradients_of(self, backward: int) -> _PerExample:
+        """Where the gradients of the running backward pass go, which is done when autograd says so."""
+        if backward not in self._under_way:
+            self._under_way[backward] = _PerExample()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, backward))
+        return self._under_way[backward]
+
+    def _finish(self, backward: int) -> None:
+        if found := self._under_way.pop(backward, None):
+            self._finished.append(found)
+
+    def _arrived(self, module: Any, activations: list[Tensor] | None, within: int, gradient: Tensor) -> None:
+        if activations is None:
+            raise QuellError(_NOT_TRAINING.format(type(module).__name__))
+        if not activations:
+            raise QuellError(
+                f"a second backward pass came to a {type(module).__name__} layer's one forward pass: add the losses up "
+                "and call backward() once"
+            )
+        found = self._gradients_of(within if within >= 0 else torch._C._current_graph_task_id())
+        sampler = self.GRAD_SAMPLERS.get(type(module), ft_compute_per_sample_gradient)
+        rows = len(activations[0])
+        with torch.no_grad():
+            for parameter, made in sampler(module, activations, gradient.detach()).items():
+                if parameter in self._trained:
+                    made = made[:rows]  # Opacus makes a row for a batch of none
+                    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                        made[:, module.padding_idx] = 0.0  # that row is not trained
+                    found.add(parameter, made, type(module))
+        activations.clear()  # the hook lives as long as the loss does, and they need not
+
+
+class _PerExample(dict[nn.Parameter, Tensor]):
+    """The per-example gradients that one backward pass brought, added up over the calls of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: set[nn.Parameter] = set()  # what a single call made may be a view of something else
+
+    def add(self, parameter: nn.Parameter, made: Tensor, kind: type[nn.Module]) -> None:
+        held = self.get(parameter)
+        if held is None:
+            self[parameter] = made
+            return
+        if len(held) != len(made) and kind is not RNNLinear:  # late steps of packed sequences have the first rows only
+            raise QuellError(
+                f"a {kind.__name__} layer saw {len(made)} and {len(held)} examples in one pass: every call needs one "
+                "row per example"
+            )
+        if len(made) > len(held):
+            held, made = made, held
+            self._sums.discard(parameter)
+        if parameter not in self._sums:
+            held = held.clone()
+            self._sums.add(parameter)
+        held[: len(made)] += made
+        self[parameter] = held
+
+
+class _Full32:
+    """What Opacus's hooks for norms do not look at.
+
+    They look away in eval mode, and stumble over the backward pass. Norms in bfloat16 are off by up to a percent, so
+    there they are refused: the clip norm is a privacy bound.
+    """
+
+    def capture_activations_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        try:
+            super().capture_activations_hook(module, inputs, output)  # type: ignore[misc]
+        except NotImplementedError:
+            raise QuellError(f"a {type(module).__name__} layer was run twice: {_TIED}") from None
 
     def rearrange_grad_samples(self, *, module: nn.Module, backprops: Tensor, **options: Any) -> Any:
         if not getattr(module, "activations", None):
-            raise QuellError(
-                f"a {type(module).__name__} layer has a backward pass but was not in train mode in the forward pass: "
-                "call model.train() before training"
-            )
-        return super().rearrange_grad_samples(module=module, backprops=backprops, **options)  # type: ignore[misc]
-
-
-class _Gradients(_InTrainMode, GradSampleHooks):
-    """Opacus's per-example gradients, kept on the parameters."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        samplers = GradSampleHooks.GRAD_SAMPLERS
-        self.GRAD_SAMPLERS = {kind: _kept_at_once(sampler) for kind, sampler in samplers.items()}
-
-
-def _kept_at_once(sampler: Callable[..., dict[nn.Parameter, Tensor]]) -> Callable[..., dict[nn.Parameter, Tensor]]:
-    """A sampler that keeps what it made for a layer's only call, and leaves the rest to Opacus.
-
-    Opacus copies every layer's gradients into zeros, to add those of further calls: twice the memory of the largest
-    layer, and two more passes over it.
-    """
-
-    def sample(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-        rest = {}
-        for parameter, made in sampler(layer, activations, backprops).items():
-            alone = getattr(parameter, "_forward_counter", 0) == 1 and not hasattr(parameter, "_current_grad_sample")
-            if alone and parameter.requires_grad and len(made) == layer.max_batch_len and made.is_contiguous():
-                parameter._current_grad_sample = made
-            else:
-                rest[parameter] = made
-        return rest
-
-    return sample
-
-
-class _Full32(_InTrainMode):
-    """Norms in bfloat16 are off by up to a percent, so there they are refused: the clip norm is a privacy bound."""
-
-    def rearrange_grad_samples(self, *, module: nn.Module, backprops: Tensor, **options: Any) -> Any:
-        activations, backprops = super().rearrange_grad_samples(module=module, backprops=backprops, **options)
+            raise QuellError(_NOT_TRAINING.format(type(module).__name__))
+        activations, backprops = super().rearrange_grad_samples(  # type: ignore[misc]
+            module=module, backprops=backprops, **options
+        )
         for tensor in (*activations, backprops):
             if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
                 raise QuellError(
@@ -268,8 +360,22 @@ class _Full32(_InTrainMode):
         return activations, backprops
 
 
+def _whole_convolution_norms(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    sampler = GradSampleHooks.GRAD_SAMPLERS[nn.Conv2d]
+    return convolution_norms(layer, sampler(layer, activations, backprops), activations[0], backprops)
+
+
+_SAMPLERS = {
+    nn.Linear: linear_norms,
+    nn.Embedding: embedding_norms,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _whole_convolution_norms),
+}
+
+
 class _Norms(_Full32, GradSampleHooksFastGradientClipping):
-    """Opacus's norms, kept on the parameters."""
+    """Norms, kept on the parameters."""
+
+    NORM_SAMPLERS = _SAMPLERS
 
     def label(self, name: str, parameter: Any) -> int:
         return id(parameter)
@@ -285,15 +391,19 @@ class _Norms(_Full32, GradSampleHooksFastGradientClipping):
                 module.activations.clear()
         for parameter in self._module.parameters():
             parameter._forward_counter = 0
+            parameter.grad_sample = None
+            parameter.__dict__.pop("_current_grad_sample", None)
 
     def norms(self, examples: int, device: torch.device) -> tuple[Tensor, set[int]]:
-        """(examples,) norms over all parameters that were measured, and which those are."""
+        """(examples, 2) bound and value of the norm over all parameters that were measured, and which those are."""
         found = {id(p): p._norm_sample for p in self._module.parameters() if p._norm_sample is not None}
         return _combined(found.values(), examples, device), set(found)
 
 
 class _ShardedNorms(_Full32, GradSampleHooksFastGradientClippingFSDP):
-    """Opacus's norms under FSDP, kept on the modules, because parameters come and go."""
+    """Norms under FSDP, kept on the modules, because parameters come and go."""
+
+    NORM_SAMPLERS = _SAMPLERS
 
     def label(self, name: str, parameter: Any) -> int:
         owner = self._module.get_submodule(name.rpartition(".")[0])
@@ -318,15 +428,16 @@ class _ShardedNorms(_Full32, GradSampleHooksFastGradientClippingFSDP):
 
 
 def _combined(norms: Any, examples: int, device: torch.device) -> Tensor:
-    kept = [norm.reshape(-1).float().to(device) for norm in norms]
+    """(examples, 2) bound and value of the norm over all layers."""
+    kept = [norm.float().to(device) for norm in norms]
     if not examples or not kept:
-        return torch.zeros(examples, device=device)
+        return torch.zeros(examples, 2, device=device)
     if any(len(norm) != examples for norm in kept):
         raise QuellError(
             f"the layers saw {sorted({len(norm) for norm in kept})} examples and the output has {examples} rows: "
             "clipping='ghost' needs one row of output per example"
         )
-    return torch.linalg.vector_norm(torch.stack(kept), dim=0)
+    return torch.linalg.vector_norm(torch.stack([norm.reshape(examples, -1).expand(-1, 2) for norm in kept]), dim=0)
 
 
 def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
@@ -380,8 +491,11 @@ def _silence_first_layers() -> None:
 
 
 _TIED = (
-    "clipping='ghost' cannot take the norm of a parameter that is used more than once per example; use "
-    "clipping='microbatch' or 'flat'"
+    "clipping='ghost' cannot take the norm of a parameter that is used more than once per example, or again by "
+    "checkpoint(use_reentrant=False); use clipping='microbatch' or 'flat'"
+)
+_NOT_TRAINING = (
+    "a {} layer has a backward pass but was not in train mode in the forward pass: call model.train() before training"
 )
 _OUTSIDE = (
     "a parameter is used outside its layer's forward pass, which clipping='ghost' cannot see; use clipping='microbatch'"

@@ -39,6 +39,8 @@ class Inputs:
 
 
 class MicrobatchEngine(DeferredEngine):
+    clipping = "microbatch"
+
     def __init__(
         self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str, size: int
     ) -> None:

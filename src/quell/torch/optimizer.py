@@ -157,7 +157,11 @@ class PrivateOptimizer(Optimizer):
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
         saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
-        own = {"weights": self._weights(), "random": _random_state(self._trained[0].device)}
+        own = {
+            "weights": self._weights(),
+            "gradients": self._engine.settings(),
+            "random": _random_state(self._trained[0].device),
+        }
         noise = self.run.noise.state_dict()
         states = gather(noise) if self._sharded and noise["buffers"] is not None else [noise]
         return {**saved, "quell": {"noise": states, **own, **self.run.name()}}
@@ -176,7 +180,8 @@ class PrivateOptimizer(Optimizer):
         self.run.noise.load_state_dict(own["noise"], replay=replay)
         self._to_replay = None
         if replay and self.run.noise.released > self.run.step:
-            self._to_replay = _Saved(own["weights"], [_options(group) for group in state_dict["param_groups"]])
+            options = [_options(group) for group in state_dict["param_groups"]]
+            self._to_replay = _Saved(own["weights"], own.get("gradients", {}), options)
             _set_random_state(own["random"], self._trained[0].device)
         plain = {name: value for name, value in state_dict.items() if name != "quell"}
         self.original_optimizer.load_state_dict(plain)
@@ -218,13 +223,18 @@ class PrivateOptimizer(Optimizer):
                 )
 
     def _require_same_start(self) -> None:
-        """Before the first step that comes again: are weights and options those of the checkpoint?"""
+        """Before the first step that comes again: are weights, clipping and options those of the checkpoint?"""
         saved, self._to_replay = self._to_replay, None
         if saved is None:
             return
         wrong = []
         if self._weights() != saved.weights:
             wrong.append("the weights are not those of the checkpoint: load the model's state of the same checkpoint")
+        wrong += [
+            f"{name} was {saved.gradients.get(name)} and is {value}: call make_private as that run did"
+            for name, value in self._engine.settings().items()
+            if saved.gradients.get(name) != value
+        ]
         for number, (before, group) in enumerate(zip(saved.groups, self.param_groups, strict=True)):
             now = _options(group)
             wrong += [
@@ -277,6 +287,7 @@ class _Saved:
     """Where a replay starts."""
 
     weights: str
+    gradients: Mapping[str, Any]
     groups: list[dict[str, Any]]
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import (
-    refuse_batch_norm,
+    refuse_leaking_layers,
     refuse_wrong_arguments,
     trainable_parameters,
 )
@@ -96,7 +96,7 @@ def make_private(
             "optimizer.close()"
         )
     params = trainable_parameters(model, optimizer)
-    refuse_batch_norm(model)
+    refuse_leaking_layers(model)
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory)
     with started_run(optimizer, params, data, plan, bound, options) as run:
         own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
