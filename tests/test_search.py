@@ -37,7 +37,7 @@ TABLE_4 = {
 PRINTED = 0.005  # half a unit of the last printed digit: no other allowance
 # Printed amplified values come from plain Monte Carlo without certificates, and run 1% low. (memory, column) of the
 # cells where what plans certify stays above them all the same, by how much at most:
-MISSED = {(None, 1): 1.01, **dict.fromkeys(((memory, 6) for memory in TABLE_4), 1.005)}
+MISSED = {(None, 1): 1.011, **dict.fromkeys(((memory, 6) for memory in TABLE_4), 1.005)}
 OWN = json.loads((Path(__file__).parents[1] / "experiments/results/table4.json").read_text(encoding="utf-8"))["runs"]
 
 
