@@ -72,7 +72,7 @@ class TimeLimit:
 
 DEVICES = {
     "h200": NoiseCost(base=0.0041, draw=0.0036, buffer=0.0019),  # noise_gpu.md: 0.410 ms, p=16 5.800, BLT d=4 1.162
-    "cpu": NoiseCost(base=1.63, draw=1.2, buffer=0.51),  # noise_cpu.md, two cores: 16.3 ms, p=16 196.5, BLT d=4 36.6
+    "cpu": NoiseCost(base=1.4, draw=0.7, buffer=0.15),  # noise_cpu.md, two cores: 15.9 ms, p=16 117.9, BLT d=4 19.8
 }
 
 

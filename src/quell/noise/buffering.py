@@ -27,14 +27,14 @@ class Line(NamedTuple):
 REGENERATED: Final = {  # by device and generator
     ("cuda", "chacha20"): Line(2.15, 1.92),
     ("cuda", "philox"): Line(1.11, 0.74),
-    ("cpu", "chacha20"): Line(0.50, 0.37),
-    ("cpu", "philox"): Line(0.63, 0.50),
+    ("cpu", "chacha20"): Line(0.77, 0.45),
+    ("cpu", "philox"): Line(1.20, 0.57),
 }
 BUFFERED: Final = {
     ("cuda", "chacha20"): Line(2.59, 0.46),
     ("cuda", "philox"): Line(1.64, 0.48),
-    ("cpu", "chacha20"): Line(0.70, 0.08),
-    ("cpu", "philox"): Line(0.79, 0.09),
+    ("cpu", "chacha20"): Line(0.73, 0.10),
+    ("cpu", "philox"): Line(0.87, 0.10),
 }
 
 
