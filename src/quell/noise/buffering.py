@@ -46,4 +46,4 @@ def worth_buffering(coefficients: int, device: str, generator: str, memory: floa
     """
     case = (device, generator)
     faster = BUFFERED[case].at(coefficients) <= WORTH_IT * REGENERATED[case].at(coefficients)
-    return faster and coefficients - 1 <= memory
+    return faster and 0 < coefficients - 1 <= memory
