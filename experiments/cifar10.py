@@ -29,6 +29,7 @@ SAMPLINGS = ("balls_in_bins", "cyclic")
 CLIPS = (1.0, 3.0, 10.0)
 PACES = (0.7, 1.4, 2.8, 5.6)  # learning rate × the norm that gradients have after clipping, about min(clip, 4)
 FACTORS = (0.25, 0.5, 1.0, 2.0)
+_GUESSING = 20.0  # percent: twice what guessing gets
 PAPER_RATES = {
     ("DP-SGD", "balls_in_bins"): 0.1,
     ("BSR p=4", "balls_in_bins"): 0.3,
@@ -82,8 +83,8 @@ def tune(
 ) -> dict[Setting, Entry]:
     """For each setting the run that did best on held-out images, over multiples of the explored learning rate.
 
-    The factors of its ε are tried first; while the best is the smallest so far, half of it is tried too. `finer` then
-    tries the two rates between the best and its neighbours.
+    The factors of its ε are tried first; while the best is the smallest so far, or no better than guessing, half of the
+    smallest is tried too. `finer` then tries the two rates between the best and its neighbours.
     """
 
     def jobs(setting: Setting) -> list[Job]:
@@ -95,7 +96,7 @@ def tune(
         train([job for setting in tried for job in jobs(setting)], searches)
         best = {setting: best_of(searches, jobs(setting)) for setting in tried}
         for setting, run in best.items():
-            if run["rate"] == explored["rate"] * tried[setting][-1]:
+            if run["rate"] == explored["rate"] * tried[setting][-1] or run["accuracy"] < _GUESSING:
                 tried[setting].append(tried[setting][-1] / 2)
     if finer:
         for setting, run in best.items():

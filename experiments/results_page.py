@@ -324,9 +324,11 @@ bounds, the paper's plain Monte-Carlo estimates, which run about 1% low. {within
 - BISR p=16 at ε=1: the printed 20.25 is a misprint: at ε=2, with less noise, the paper has 21.10.
 - BandInvMF p=b: the paper's C has negative entries, for which its formula understates the sensitivity; so the printed
   values are not valid guarantees. Ours use a bound that holds for any signs; amplified accounting needs C ≥ 0 and refuses it.
-- BandInvMF, amplified: which strategy a search ends at matters more than in the first column, for which it was optimised. Ours lie
-  up to 14% below the paper's and up to 6% above, both for p = 2: ours cancels more (from ε = 0.5 to 0.25 it grows 1.88 times, like
-  λCGD 0.95; the paper's 1.52 times, like BISR p=2), which pays at large ε and costs at small."""
+- BandInvMF: without amplification the optimum is flat, and end points of a search that differ by 0.2% there differ by 5% at
+  ε = 0.25. With p = 4 the paper's stopped at 10.27, short of the optimum 10.25; ours is the optimum for sums that fade over
+  12,000 steps, which has 10.27 too and cancels less. With p = 2 there is only one coefficient, so both must have the same
+  strategy, and do in the first column; no coefficient that gives 12.69 there comes below 129 at ε = 0.25, so the printed 125.87
+  (and the ones before it, which are too large for it) cannot all be right."""
 
 
 def bisr_figures(runs: dict[str, Entry]) -> str:
