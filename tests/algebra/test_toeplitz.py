@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quell import workload
-from quell.algebra.toeplitz import Decoder, leftmost_energy
+from quell.algebra.toeplitz import Decoder, energy_of_inverse, leftmost_energy
 from quell.sampling import Participation
 from quell.strategy.optimised import decoder
 
@@ -56,7 +58,8 @@ def test_a_horizon_that_is_too_short_says_so():
     slow = np.array([1.0, -0.999])
     cut = Decoder(10_000, np.ones(1), np.array([1.0, -1.0, 0.0]), False, 50, 1.0, 1.0)
     assert not cut.of_quotient(slow)[2]
-    assert not leftmost_energy(slow, 10_000, 1000, 10, 50)[2]
+    columns = partial(leftmost_energy, steps=10_000, separation=1000, count=10)
+    assert not energy_of_inverse(slow, columns, 10_000, 50)[2]
 
 
 @given(tails, st.integers(1, 40), st.integers(1, 6))
@@ -64,7 +67,8 @@ def test_leftmost_energy_is_that_of_the_columns(tail, separation, count):
     n = 60
     pattern = Participation(n, separation, min(count, -(-n // separation)))
     theta = np.array([1.0, *tail])
-    energy, gradient, enough = leftmost_energy(theta, n, separation, pattern.count, n)
+    columns = partial(leftmost_energy, steps=n, separation=separation, count=pattern.count)
+    energy, gradient, enough = energy_of_inverse(theta, columns, n, n)
     inverse = np.linalg.inv(
         np.array([[theta[i - j] if 0 <= i - j < len(theta) else 0.0 for j in range(n)] for i in range(n)])
     )
@@ -72,5 +76,5 @@ def test_leftmost_energy_is_that_of_the_columns(tail, separation, count):
     assert enough
     assert energy == pytest.approx(total @ total, rel=1e-9)
     if np.abs(inverse[:, 0]).min() > 1e-4 or np.all(inverse >= 0):  # |c| has a kink where a coefficient vanishes
-        numeric = slopes(lambda t: leftmost_energy(t, n, separation, pattern.count, n)[0], theta)
+        numeric = slopes(lambda t: energy_of_inverse(t, columns, n, n)[0], theta)
         np.testing.assert_allclose(gradient, numeric, rtol=1e-3, atol=1e-4 * energy)

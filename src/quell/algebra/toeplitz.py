@@ -5,7 +5,8 @@ Two problems, both over p coefficients with the first fixed to 1, for a workload
 * C banded: w = a/c, loss = ‖c‖² · Σ v_t·w_t²             (Proposition 3.1 and C.1 of arXiv:2405.15913)
 * C⁻¹ banded: w = a·θ, c = 1/θ, loss = ‖leftmost columns of |C|‖² · Σ v_t·w_t²   (BandInvMF, arXiv:2505.12128 §5)
 
-with v_t = n − t for the mean over queries and v_t = 1 for the last, worst one. Differentiating a quotient needs
+with v_t = n − t for the mean over queries and v_t = 1 for the last, worst one. In both, another energy can take the
+place of the norm, such as that under amplification (`quell.algebra.overlaps`). Differentiating a quotient needs
 the transposed system, which is the same recursive filter run backwards, so loss and gradient cost two filters
 and p dot products.
 
@@ -33,6 +34,7 @@ _SETTLED = 1e-9  # transient left at the horizon, relative: it decays further, a
 _NEGLIGIBLE = 1e-16
 _VANISHED = 1e-9  # size of c at the horizon, relative: its square is what is left out
 _ITERATIONS, _IMPROVEMENT = 3000, 1e-9
+_LEAST_START = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +116,34 @@ class Decoder:
         return bool(np.all(np.abs(w[last] - settled) <= _SETTLED * np.abs(settled) + _NEGLIGIBLE * np.abs(w).max()))
 
 
-def leftmost_energy(theta: Array, steps: int, separation: int, count: int, length: int) -> tuple[float, Array, bool]:
-    """‖Σ_j |C|[:, j·b]‖² for c = 1/θ, its gradient in θ, and whether `length` terms of c were enough.
+Energy = Callable[[Array], tuple[float, Array]]  # of c ≥ 0, and its gradient
+
+
+def squared_norm(c: Array) -> tuple[float, Array]:
+    """‖c‖²: with no more bands than the separation, all that sensitivity depends on."""
+    return _dot(c, c), 2 * c
+
+
+def leftmost_energy(c: Array, steps: int, separation: int, count: int) -> tuple[float, Array]:
+    """‖Σ_j C[:, j·b]‖² and its gradient, for the first coefficients of a C ≥ 0 whose others vanish."""
+    length, last = len(c), steps - (count - 1) * separation
+    if length <= separation:  # columns do not overlap: `count` copies, the last cut off at the end
+        weights = np.full(length, float(count))
+        weights[min(last, length) :] -= 1.0
+        return _dot(weights, c * c), 2 * weights * c
+    blocks = -(-steps // separation)
+    stacked = np.zeros((blocks, separation))
+    stacked.reshape(-1)[:length] = c
+    total = np.cumsum(stacked, axis=0)
+    total[count:] -= np.cumsum(stacked, axis=0)[: blocks - count]
+    total.reshape(-1)[steps:] = 0.0
+    later = np.cumsum(total[::-1], axis=0)
+    later[count:] -= np.cumsum(total[::-1], axis=0)[: blocks - count]
+    return float(np.sum(np.square(total))), 2 * later[::-1].reshape(-1)[:length]
+
+
+def energy_of_inverse(theta: Array, energy: Energy, steps: int, length: int) -> tuple[float, Array, bool]:
+    """The energy of |c| for c = 1/θ, its gradient in θ, and whether `length` terms of c were enough.
 
     With |c| instead of c the sum cannot be made small by columns that cancel: no example is bound to make them
     cancel.
@@ -124,50 +152,35 @@ def leftmost_energy(theta: Array, steps: int, separation: int, count: int, lengt
     impulse = np.zeros(length)
     impulse[0] = 1.0
     c = recursion(theta, impulse)
-    signs = np.sign(c)
     enough = length == steps or float(np.abs(c[-len(theta) :]).max()) <= _VANISHED * float(np.abs(c).max())
-    used = c * signs
-    last = steps - (count - 1) * separation
-    if length <= separation:  # columns do not overlap: `count` copies, the last cut off at the end
-        weights = np.full(length, float(count))
-        weights[min(last, length) :] -= 1.0
-        energy, sums = _dot(weights, used * used), 2 * weights * used
-    else:
-        blocks = -(-steps // separation)
-        stacked = np.zeros((blocks, separation))
-        stacked.reshape(-1)[:length] = used
-        total = np.cumsum(stacked, axis=0)
-        total[count:] -= np.cumsum(stacked, axis=0)[: blocks - count]
-        total.reshape(-1)[steps:] = 0.0
-        energy = float(np.sum(np.square(total)))
-        later = np.cumsum(total[::-1], axis=0)
-        later[count:] -= np.cumsum(total[::-1], axis=0)[: blocks - count]
-        sums = 2 * later[::-1].reshape(-1)[:length]
-    adjoint = _backwards(theta, sums * signs)
-    return energy, -_correlate(adjoint, c, len(theta)), enough
+    value, slope = energy(np.abs(c))
+    adjoint = _backwards(theta, slope * np.sign(c))
+    return value, -_correlate(adjoint, c, len(theta)), enough
 
 
 def minimise_quotient(
-    decoder: Decoder, start: Array, on_iteration: Callable[[Convergence], None] | None = None
+    decoder: Decoder, start: Array, energy: Energy, on_iteration: Callable[[Convergence], None] | None = None
 ) -> tuple[Array, Convergence]:
-    """The c with c_0 = 1 that minimises ‖c‖²·Σ v_t·w_t² for w = a/c, from a start with c_0 = 1."""
+    """The c with c_0 = 1 that minimises energy(c)·Σ v_t·w_t² for w = a/c, from a start with c_0 = 1.
+
+    By their squared norm coefficients stay positive of themselves; for other energies they are kept so.
+    """
 
     def loss(c: Array, now: Decoder) -> tuple[float, Array, bool]:
         error, slope, covered = now.of_quotient(c)
-        norm = _dot(c, c)
-        return error * norm, slope * norm + error * 2 * c, covered
+        value, rise = energy(c)
+        return error * value, slope * value + error * rise, covered
 
-    return _minimise_log(loss, decoder, start[1:], _all_but_first, on_iteration)
+    if energy is squared_norm:
+        return _minimise_log(loss, decoder, start[1:], _all_but_first, on_iteration)
+    logs = np.log(np.maximum(start[1:], _LEAST_START))
+    return _minimise_log(loss, decoder, logs, _positive, on_iteration)
 
 
 def minimise_product(
-    decoder: Decoder,
-    start: Array,
-    separation: int,
-    count: int,
-    on_iteration: Callable[[Convergence], None] | None = None,
+    decoder: Decoder, start: Array, energy: Energy, on_iteration: Callable[[Convergence], None] | None = None
 ) -> tuple[Array, Convergence]:
-    """The θ with θ_0 = 1 that minimises ‖leftmost columns of |1/θ|‖²·Σ v_t·w_t² for w = a·θ, from such a start.
+    """The θ with θ_0 = 1 that minimises energy(|1/θ|)·Σ v_t·w_t² for w = a·θ, from such a start.
 
     At the optimum θ nearly vanishes at 1: one root is very slow, and the loss depends on its distance from 1 in
     relative terms. The search therefore runs first over θ = (1 − λx)·φ with λ = 1 − e^{−s}, then over θ itself.
@@ -175,8 +188,8 @@ def minimise_product(
 
     def loss(theta: Array, now: Decoder) -> tuple[float, Array, bool]:
         error, slope, covered = now.of_product(theta)
-        energy, rise, enough = leftmost_energy(theta, now.steps, separation, count, now.length)
-        return error * energy, slope * energy + error * rise, covered and enough
+        value, rise, enough = energy_of_inverse(theta, energy, now.steps, now.length)
+        return error * value, slope * value + error * rise, covered and enough
 
     theta, how = _minimise_log(loss, decoder, _split_slowest(start), _slowest_apart, on_iteration)
     theta, polished = _minimise_log(loss, decoder, theta[1:], _all_but_first, on_iteration)
@@ -189,6 +202,12 @@ def minimise_product(
 def _all_but_first(free: Array) -> tuple[Array, Callable[[Array], Array]]:
     """Coefficients (1, free), and how a gradient in them becomes one in `free`."""
     return np.concatenate([[1.0], free]), lambda slope: slope[1:]
+
+
+def _positive(logs: Array) -> tuple[Array, Callable[[Array], Array]]:
+    """Coefficients (1, exp(logs)), and how a gradient in them becomes one in their logarithms."""
+    c = np.concatenate([[1.0], np.exp(logs)])
+    return c, lambda slope: slope[1:] * c[1:]
 
 
 def _slowest_apart(free: Array) -> tuple[Array, Callable[[Array], Array]]:

@@ -4,15 +4,20 @@ The search minimises error × the norm of the leftmost columns of |C|, starting 
 which is the same while C is non-negative; but with as many bands as the separation its optimum turns negative, columns
 cancel, and the norm understates the sensitivity (the printed 7.87 for p = b is such a number). The strategy is priced
 by `quell.sensitivity`, which trusts neither form.
+
+With a `divergence` the norm gives way to the energy under amplification (`quell.algebra.overlaps`), for a strategy that
+is to be amplified by balls-in-bins sampling.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from quell._types import Array
 from quell.sampling import Participation
-from quell.strategy.family import HORIZON, Candidates, Family, Limits
+from quell.strategy.family import DIVERGENCE, HORIZON, Candidates, Family, Limits
 from quell.strategy.fractional import best_lambda
-from quell.strategy.optimised import Solution, Watch, decoder, solve
+from quell.strategy.optimised import Solution, Watch, amplified, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
@@ -26,21 +31,25 @@ def band_inv(
     bands: int,
     objective: str = "rmse",
     solution: Array | None = None,
+    divergence: float | None = None,
 ) -> ToeplitzStrategy:
     """The θ = C⁻¹ of `bands` coefficients that minimises sensitivity × error."""
     bands = min(bands, workload.steps)
 
     def search(watch: Watch) -> Solution:
-        from quell.algebra.toeplitz import minimise_product
+        from quell.algebra.toeplitz import leftmost_energy, minimise_product
 
         _, start = roots(workload, bands)
         start = start / start[0]
         memory = 1.0 / (1.0 - best_lambda(workload, participation, objective))
         task = decoder(workload, bands, last_only=objective == "maxse", memory=memory)
         b, k = participation.separation, participation.count
-        return minimise_product(task, start, b, k, watch)
+        columns = partial(leftmost_energy, steps=workload.steps, separation=b, count=k)
+        return minimise_product(task, start, amplified(participation, divergence) or columns, watch)
 
     parameters: dict[str, Parameter] = {"bands": bands, "objective": objective}
+    if divergence is not None:
+        parameters[DIVERGENCE] = divergence
     theta, how = solve("band_inv", workload, participation, parameters, search, solution, (bands,))
     return ToeplitzStrategy(
         "band_inv",
@@ -64,6 +73,6 @@ BAND_INV = Family(
     _planned,
     paper="BandInvMF",
     required=("bands",),
-    optional={"objective": "rmse", HORIZON: None},
+    optional={"objective": "rmse", HORIZON: None, DIVERGENCE: None},
     normalisable=True,
 )

@@ -4,6 +4,9 @@ With no more bands than the separation the sensitivity is √k·‖c‖ whatever
 serves every number of epochs. Columns are normalised by default, which brings it within 2% of the exact optimum
 `band`. A learning-rate schedule is optimised for as if the rate were constant; the error is then that of the
 schedule.
+
+With a `divergence` ‖c‖² gives way to the energy under amplification (`quell.algebra.overlaps`), for a strategy that is
+to be amplified by balls-in-bins sampling.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from __future__ import annotations
 from quell._types import Array
 from quell.errors import QuellError
 from quell.sampling import Participation
-from quell.strategy.family import HORIZON, Family, Limits
-from quell.strategy.optimised import Solution, Watch, decoder, solve
+from quell.strategy.family import DIVERGENCE, HORIZON, Family, Limits
+from quell.strategy.optimised import Solution, Watch, amplified, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
@@ -24,20 +27,25 @@ def band_toeplitz(
     bands: int,
     objective: str = "rmse",
     solution: Array | None = None,
+    divergence: float | None = None,
 ) -> ToeplitzStrategy:
     """The c of `bands` coefficients that minimises sensitivity × error."""
     bands = checked_bands(bands, participation)
 
     def search(watch: Watch) -> Solution:
-        from quell.algebra.toeplitz import minimise_quotient
+        from quell.algebra.toeplitz import minimise_quotient, squared_norm
 
         start, _ = roots(workload, bands)
-        return minimise_quotient(decoder(workload, bands, last_only=objective == "maxse"), start / start[0], watch)
+        task = decoder(workload, bands, last_only=objective == "maxse")
+        return minimise_quotient(task, start / start[0], amplified(participation, divergence) or squared_norm, watch)
 
     parameters: dict[str, Parameter] = {"bands": bands, "objective": objective}
-    # The problem does not depend on the participation pattern, so all patterns share one cache entry.
-    once = Participation.single(workload.steps)
-    c, how = solve("band_toeplitz", workload, once, parameters, search, solution, (bands,))
+    pattern = participation
+    if divergence is None:  # the problem does not depend on the pattern, so all patterns share one cache entry
+        pattern = Participation.single(workload.steps)
+    else:
+        parameters[DIVERGENCE] = divergence
+    c, how = solve("band_toeplitz", workload, pattern, parameters, search, solution, (bands,))
     return ToeplitzStrategy("band_toeplitz", workload.steps, c, parameters=parameters, solution=c, convergence=how)
 
 
@@ -56,7 +64,7 @@ BAND_TOEPLITZ = Family(
     Limits.strategy_bands,
     paper="Toeplitz BandMF",
     required=("bands",),
-    optional={"objective": "rmse", HORIZON: None},
+    optional={"objective": "rmse", HORIZON: None, DIVERGENCE: None},
     normalisable=True,
     normalised=True,
 )

@@ -12,6 +12,7 @@ from quell.workload import Workload
 
 Candidates = Iterable[Mapping[str, Parameter]]
 HORIZON = "horizon"  # the parameter of families that can be shaped for sums that fade
+DIVERGENCE = "divergence"  # the parameter of families that can be shaped for amplification
 _MOST_WORK = 6e8  # operations that one candidate's error may take
 
 

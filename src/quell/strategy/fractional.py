@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -72,14 +73,15 @@ def best_lambda(workload: Workload, participation: Participation, objective: str
 
 def _best_power(workload: Workload, participation: Participation, bands: int, lambda_: float, objective: str) -> float:
     """The γ that minimises sensitivity × error."""
-    from quell.algebra.toeplitz import leftmost_energy
+    from quell.algebra.toeplitz import energy_of_inverse, leftmost_energy
 
     task = decoder(workload, bands, last_only=objective == "maxse")
-    b, k, n = participation.separation, participation.count, workload.steps
+    n = workload.steps
+    columns = partial(leftmost_energy, steps=n, separation=participation.separation, count=participation.count)
 
     def score(gamma: float) -> float:
         theta = series.binomial(gamma, lambda_, bands)
-        energy, _, _ = leftmost_energy(theta, n, b, k, n)
+        energy, _, _ = energy_of_inverse(theta, columns, n, n)
         return math.log(task.of_product(theta)[0]) + math.log(energy)
 
     return _minimise(score, 0.0, 1.0)

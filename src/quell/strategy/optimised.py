@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from quell.sampling import Participation
 from quell.workload import Workload
 
 if TYPE_CHECKING:
-    from quell.algebra.toeplitz import Decoder
+    from quell.algebra.toeplitz import Decoder, Energy
 
 _SOLVER = 3  # raised when a better optimiser makes old cache entries worth replacing
 
@@ -86,6 +87,16 @@ def fingerprint(workload: Workload) -> dict[str, Any]:
         "rates": None if workload.rates is None else cache.digest(workload.rates),
         "given": None if workload.given is None else cache.digest(workload.given),
     }
+
+
+def amplified(participation: Participation, divergence: float | None) -> Energy | None:
+    """The energy that a strategy shaped for this divergence makes small; None where none is asked for."""
+    if divergence is None:
+        return None
+    from quell.algebra.overlaps import amplified_energy
+
+    b, k = participation.separation, participation.count
+    return partial(amplified_energy, separation=b, count=k, divergence=divergence)
 
 
 def decoder(workload: Workload, bands: int, *, last_only: bool, memory: float = 0.0) -> Decoder:

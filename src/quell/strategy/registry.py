@@ -10,7 +10,7 @@ from quell._types import Array
 from quell.errors import QuellError, require_count, require_finite
 from quell.sampling import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
-from quell.strategy.family import HORIZON, Family
+from quell.strategy.family import DIVERGENCE, HORIZON, Family
 from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy
 from quell.workload import Workload, forgetting, sgd
 
@@ -44,7 +44,8 @@ def build(
     """The strategy of family `name` for a workload and participation pattern.
 
     An optimised family can be given the `solution` it found before; it is then taken as it is and not searched again.
-    Some can be shaped for sums that fade over `horizon` steps instead, which makes them cancel less.
+    Some can be shaped for sums that fade over `horizon` steps instead, which makes them cancel less, or for the noise
+    that amplification leaves, at a Rényi `divergence` of order 2: good ones are near 1/σ² of the Gaussian mechanism.
 
     >>> from quell.workload import prefix
     >>> build("bisr", prefix(100), Participation(100, 10), bands=4)
@@ -87,6 +88,7 @@ def find(name: str) -> Family:
     return family
 
 
+_LARGEST_DIVERGENCE = 100.0  # nobody's privacy, and far beyond where amplification shapes anything
 _EXAMPLES = {"bands": "bands=16", "lambda": "lambda=0.95", "gamma": "gamma=0.5"}
 
 
@@ -100,6 +102,10 @@ def _checked(family: Family, name: str, value: Parameter) -> Parameter:
     if name in ("bands", "buffers", HORIZON):
         return require_count(name, value, least=0 if name == "buffers" else 1)
     number = require_finite(name, value)
+    if name == DIVERGENCE:
+        if not 0 < number <= _LARGEST_DIVERGENCE:
+            raise QuellError(f"divergence={number:g} must be positive and at most {_LARGEST_DIVERGENCE:g}")
+        return number
     if not 0 <= number <= 1:
         raise QuellError(f"{name}={number:g} must lie between 0 (independent noise, DP-SGD) and 1")
     return number
