@@ -24,11 +24,11 @@ from quell.privacy import (
     gaussian_sigma,
     poisson,
 )
+from quell.privacy.accountant import Accountant, round_up
 from quell.privacy.bin_pair import BinPair
 from quell.privacy.bins import Bins
 from quell.privacy.coins import coin_delta, coin_epsilon
 from quell.privacy.importance import pilot
-from quell.privacy.ledger import Ledger, round_up
 from quell.privacy.tilting import sampling_free
 from quell.sampling import BallsInBins, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.sensitivity import sensitivity
@@ -61,12 +61,14 @@ def quick(
                 epsilon, delta, calibrate(strategy, scheme, epsilon, delta).noise_multiplier, scheme.name, 0.0
             )
         case BallsInBins():
-            ledger = balls_in_bins.ledger_of(strategy, scheme)
-            sigma = _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon, effort), ledger, epsilon, delta, near)
-            error = _ERROR / math.sqrt(effort) if ledger.statistical else 0.0
+            accountant = balls_in_bins.accountant_of(strategy, scheme)
+            sigma = _crossing(
+                lambda sigma: _bins_delta(accountant, sigma, epsilon, effort), accountant, epsilon, delta, near
+            )
+            error = _ERROR / math.sqrt(effort) if accountant.statistical else 0.0
             return Estimate(epsilon, delta, sigma, scheme.name, error)
         case Poisson() | CyclicPoisson():
-            coins = poisson.ledger_of(strategy, scheme)
+            coins = poisson.accountant_of(strategy, scheme)
             sigma = coins.column * _coin_noise(coins.rounds, coins.rate, epsilon, delta)
             return Estimate(epsilon, delta, round_up(sigma), scheme.name, 0.0)
     return estimate(strategy, scheme, epsilon, delta)
@@ -75,16 +77,16 @@ def quick(
 def quick_epsilon(strategy: Strategy, scheme: Scheme, sigma: float, delta: float) -> float:
     """About the ε of noise `sigma`, which may be far too little for any promise: a yardstick for comparisons."""
     if isinstance(scheme, Poisson | CyclicPoisson):
-        coins = poisson.ledger_of(strategy, scheme)
+        coins = poisson.accountant_of(strategy, scheme)
         return coin_epsilon(coins.rounds, coins.rate, sigma / coins.column, delta)
     if isinstance(scheme, Cyclic):
         return gaussian_epsilon(sigma / sensitivity(strategy, scheme.participation).value, delta)
     bins = BallsInBins(scheme.steps, scheme.separation)  # b_min_sep is close enough to that for a yardstick
-    ledger = balls_in_bins.ledger_of(strategy, bins)
-    low, high = 1e-3, ledger.safe_epsilon(sigma, delta)
+    accountant = balls_in_bins.accountant_of(strategy, bins)
+    low, high = 1e-3, accountant.safe_epsilon(sigma, delta)
     for _ in range(24):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if _bins_delta(ledger, sigma, middle) > delta else (low, middle)
+        low, high = (middle, high) if _bins_delta(accountant, sigma, middle) > delta else (low, middle)
     return high
 
 
@@ -100,7 +102,7 @@ def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> f
         case Cyclic():
             return calibrate(strategy, scheme, epsilon, delta).noise_multiplier
         case BallsInBins():
-            bins = balls_in_bins.ledger_of(strategy, scheme).bins
+            bins = balls_in_bins.accountant_of(strategy, scheme).bins
             pulled = float(bins.pull.min()) / math.sqrt(float(bins.pull.mean())) * gaussian_sigma(epsilon, delta)
             lightest = math.sqrt(float(bins.energies.min()))
             return max(pulled, lightest * _apart(bins.count, epsilon, delta))
@@ -110,22 +112,22 @@ def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> f
 @lru_cache(maxsize=64)
 def _apart(bins: int, epsilon: float, delta: float) -> float:
     """Noise for so many bins of norm 1 that do not overlap, a little rounded down."""
-    ledger = balls_in_bins.BinLedger(Bins(np.eye(1, bins)[0]))
-    return 0.995 * _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon), ledger, epsilon, delta)
+    accountant = balls_in_bins.BinAccountant(Bins(np.eye(1, bins)[0]))
+    return 0.995 * _crossing(lambda sigma: _bins_delta(accountant, sigma, epsilon), accountant, epsilon, delta)
 
 
 @lru_cache(maxsize=256)
 def _coin_noise(rounds: int, rate: float, epsilon: float, delta: float) -> float:
     """Noise per unit of column norm under (cyclic) Poisson sampling: the same for every strategy with as many bands."""
-    ledger = poisson.PoissonLedger(rounds, rate, 1.0)
-    return _crossing(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), ledger, epsilon, delta)
+    accountant = poisson.PoissonAccountant(rounds, rate, 1.0)
+    return _crossing(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), accountant, epsilon, delta)
 
 
-def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float, effort: int = 1) -> float:
-    if not ledger.statistical:
-        return ledger.estimate(sigma, epsilon, False)[0]
-    pair = BinPair(ledger.bins, sigma)
-    size = effort * max(16, min(_DRAWS, _WIDE // ledger.bins.count))
+def _bins_delta(accountant: balls_in_bins.BinAccountant, sigma: float, epsilon: float, effort: int = 1) -> float:
+    if not accountant.statistical:
+        return accountant.estimate(sigma, epsilon, False)[0]
+    pair = BinPair(accountant.bins, sigma)
+    size = effort * max(16, min(_DRAWS, _WIDE // accountant.bins.count))
     remove = pilot(pair, "remove", epsilon, size).estimate
     if sampling_free(pair, "add", epsilon) < 0.1 * remove:
         return remove
@@ -133,11 +135,11 @@ def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float, e
 
 
 def _crossing(
-    function: Callable[[float], float], ledger: Ledger, epsilon: float, delta: float, near: float | None = None
+    function: Callable[[float], float], accountant: Accountant, epsilon: float, delta: float, near: float | None = None
 ) -> float:
     """Where δ falls to `delta`, by secants between logarithms, rounded up to five digits."""
-    top = math.log(ledger.safe_sigma(epsilon, delta))
-    x = min(math.log(near or ledger.guess(epsilon, delta)), top)
+    top = math.log(accountant.safe_sigma(epsilon, delta))
+    x = min(math.log(near or accountant.guess(epsilon, delta)), top)
     low, high, slope = -math.inf, top, _steepness(epsilon, delta)
     last: tuple[float, float] | None = None
     for _ in range(12):
