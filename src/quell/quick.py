@@ -13,7 +13,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from quell.errors import QuellError
 from quell.privacy import (
     Estimate,
     balls_in_bins,
@@ -24,7 +23,7 @@ from quell.privacy import (
     gaussian_sigma,
     poisson,
 )
-from quell.privacy.accountant import Accountant, round_up
+from quell.privacy.accountant import Accountant, round_up, secants
 from quell.privacy.bin_pair import BinPair
 from quell.privacy.bins import Bins
 from quell.privacy.coins import coin_delta, coin_epsilon
@@ -62,7 +61,7 @@ def quick(
             )
         case BallsInBins():
             accountant = balls_in_bins.accountant_of(strategy, scheme)
-            sigma = _crossing(
+            sigma = _least_noise(
                 lambda sigma: _bins_delta(accountant, sigma, epsilon, effort), accountant, epsilon, delta, near
             )
             error = _ERROR / math.sqrt(effort) if accountant.statistical else 0.0
@@ -113,14 +112,14 @@ def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> f
 def _apart(bins: int, epsilon: float, delta: float) -> float:
     """Noise for so many bins of norm 1 that do not overlap, a little rounded down."""
     accountant = balls_in_bins.BinAccountant(Bins(np.eye(1, bins)[0]))
-    return 0.995 * _crossing(lambda sigma: _bins_delta(accountant, sigma, epsilon), accountant, epsilon, delta)
+    return 0.995 * _least_noise(lambda sigma: _bins_delta(accountant, sigma, epsilon), accountant, epsilon, delta)
 
 
 @lru_cache(maxsize=256)
 def _coin_noise(rounds: int, rate: float, epsilon: float, delta: float) -> float:
     """Noise per unit of column norm under (cyclic) Poisson sampling: the same for every strategy with as many bands."""
     accountant = poisson.PoissonAccountant(rounds, rate, 1.0)
-    return _crossing(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), accountant, epsilon, delta)
+    return _least_noise(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), accountant, epsilon, delta)
 
 
 def _bins_delta(accountant: balls_in_bins.BinAccountant, sigma: float, epsilon: float, effort: int = 1) -> float:
@@ -134,27 +133,13 @@ def _bins_delta(accountant: balls_in_bins.BinAccountant, sigma: float, epsilon: 
     return max(remove, pilot(pair, "add", epsilon, size).estimate)
 
 
-def _crossing(
+def _least_noise(
     function: Callable[[float], float], accountant: Accountant, epsilon: float, delta: float, near: float | None = None
 ) -> float:
-    """Where δ falls to `delta`, by secants between logarithms, rounded up to five digits."""
-    top = math.log(accountant.safe_sigma(epsilon, delta))
-    x = min(math.log(near or accountant.guess(epsilon, delta)), top)
-    low, high, slope = -math.inf, top, _steepness(epsilon, delta)
-    last: tuple[float, float] | None = None
-    for _ in range(12):
-        gap = math.log(max(function(math.exp(x)), 1e-290) / delta)
-        low, high = (x, high) if gap > 0 else (low, min(high, x))
-        if last is not None and abs(x - last[0]) > 1e-6:
-            measured = (gap - last[1]) / (x - last[0])
-            slope = min(max(measured, -60.0), -2.0)
-        last = x, gap
-        step = min(max(-gap / slope, -0.7), 0.7)
-        if abs(gap) < _CLOSE or high - low < 1e-4:
-            return round_up(math.exp(min(x + step, top)))
-        wanted = x + step
-        x = wanted if low < wanted < high else (0.5 * (low + high) if math.isfinite(low) else wanted)
-    raise QuellError(f"no noise level up to {math.exp(top):.3g} could be found: this should not happen")
+    """Where δ falls to `delta`, rounded up to five digits."""
+    start, most = near or accountant.guess(epsilon, delta), accountant.safe_sigma(epsilon, delta)
+    sigma, _, _ = secants(lambda x: (function(x), 0.0), start, delta, _steepness(epsilon, delta), most, 12, _CLOSE)
+    return round_up(sigma)
 
 
 @lru_cache(maxsize=64)

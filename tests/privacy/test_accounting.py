@@ -347,3 +347,14 @@ def test_gaussian_noise_is_never_pure(scheme, sigma, epsilon):
     found = privacy.delta(build(scheme), scheme, sigma, epsilon)
     assert found.delta > 0.0
     assert found.bracket[1] > 0.0
+
+
+@pytest.mark.parametrize("slope", [-60.0, -20.0, -2.0])
+@pytest.mark.parametrize("start", [0.3, 2.9, 30.0])
+def test_secants_cross_a_plateau_and_stop_at_the_most(start, slope):
+    def falling(x: float) -> tuple[float, float]:
+        return min(1.0, (x / 2) ** -30), 0.0
+
+    for most in (100.0, 2.5):
+        found, _, _ = accountant.secants(falling, start, 1e-5, slope, most, rounds=12, close=0.01)
+        assert found == pytest.approx(min(2 * 1e-5 ** (-1 / 30), most), rel=1e-6)

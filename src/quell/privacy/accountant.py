@@ -209,26 +209,40 @@ def _certified(
 def _crossing(
     function: Callable[[float, bool], tuple[float, float]], start: float, goal: float, slope: float, most: float
 ) -> tuple[float, float]:
-    """Where a falling function reaches `goal`, by secants between logarithms; a rough pass, then a careful one.
+    """Where a falling function reaches `goal`, and its relative error there: a rough pass, then a careful one."""
+    x, slope, _ = secants(lambda x: function(x, False), start, goal, slope, most, 12, 0.15)
+    x, _, error = secants(lambda x: function(x, True), x, goal, slope, most, 6, 0.01)
+    return x, error
 
-    Where secants creep, as at the edge of a plateau, the bracket is halved instead.
+
+def secants(
+    function: Callable[[float], tuple[float, float]],
+    start: float,
+    goal: float,
+    slope: float,
+    most: float,
+    rounds: int,
+    close: float,
+) -> tuple[float, float, float]:
+    """Where a falling function, given with its error, reaches `goal`: by secants between logarithms, up to `most`.
+
+    A value within `close` of the goal, in logarithms, is the last; one more secant step follows it. Where secants
+    creep, as at the edge of a plateau, the bracket is halved instead. Returns the place, the slope and the error there.
     """
     x, error, top = math.log(min(start, most)), 1.0, math.log(most)
-    for careful, rounds, close in ((False, 12, 0.15), (True, 6, 0.01)):
-        low, high = -math.inf, math.inf  # the careful function may disagree with the rough one's bracket
-        last: tuple[float, float] | None = None
-        for turn in range(rounds):
-            value, error = function(math.exp(x), careful)
-            gap = math.log(max(value, 1e-290) / goal)
-            low, high = (x, high) if gap > 0 else (low, x)
-            if last is not None and abs(x - last[0]) > 1e-9:
-                measured = (gap - last[1]) / (x - last[0])
-                slope = measured if measured < -0.5 else slope
-            last = x, gap
-            wanted = min(x + min(max(-gap / slope, -1.5), 1.5), top)
-            if abs(gap) < close or high - low < 1e-4 or x == wanted == top:
-                x = wanted
-                break
-            halve = math.isfinite(high - low) and (turn > 5 or not low < wanted < high)
-            x = 0.5 * (low + high) if halve else wanted
-    return math.exp(x), error
+    low, high = -math.inf, math.inf
+    last: tuple[float, float] | None = None
+    for turn in range(rounds):
+        value, error = function(math.exp(x))
+        gap = math.log(max(value, 1e-290) / goal)
+        low, high = (x, high) if gap > 0 else (low, x)
+        if last is not None and abs(x - last[0]) > 1e-9:
+            slope = min((gap - last[1]) / (x - last[0]), -2.0)  # flatter is a plateau, or noise
+        last = x, gap
+        wanted = min(x + min(max(-gap / slope, -1.5), 1.5), top)
+        if abs(gap) < close or high - low < 1e-4 or x == wanted == top:
+            x = wanted
+            break
+        halve = math.isfinite(high - low) and (turn > 5 or not low < wanted < high)
+        x = 0.5 * (low + high) if halve else wanted
+    return math.exp(x), slope, error
