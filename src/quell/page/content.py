@@ -12,7 +12,7 @@ from quell import __version__
 from quell.errors import at_least
 from quell.mechanism import Mechanism
 from quell.page.curves import cancellation_curves, epsilon_curve, error_curve
-from quell.planning import Plan, fits
+from quell.planning import Plan
 from quell.privacy import Guarantee
 from quell.report import details, label, recommendation
 from quell.sampling import Cyclic
@@ -129,7 +129,7 @@ def _row(plan: Plan, mechanism: Mechanism, with_estimates: bool) -> dict[str, An
         "draws": mechanism.draws,
         "sampling": mechanism.sampling,
         "certified": mechanism.certified,
-        "fits": fits(plan.setup, mechanism),
+        "fits": plan.setup.fits(mechanism),
         "details": details(problem, mechanism).splitlines() if mechanism.certified else [f"{mechanism.claim}."],
         "planned": {
             "sigma": float(at_least(mechanism.noise_multiplier, 5)),
