@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quell import __version__
 from quell.errors import at_least
 from quell.mechanism import Mechanism
 from quell.page.curves import cancellation_curves, epsilon_curve, error_curve
@@ -39,7 +38,6 @@ def content_of(plan: Plan, thorough: bool = True) -> dict[str, Any]:
     setup, problem, shown = plan.setup, plan.problem, plan.alternatives
     recommended = _place(shown, plan.mechanism)
     return {
-        "version": __version__,
         "setup": f"{setup.examples:,} examples, batches of {setup.batch_size:,}, {setup.epochs:,} epochs: "
         f"{setup.steps:,} steps. Target: ({setup.epsilon:g}, {setup.delta:g})-differential privacy.",
         "recommendation": (plan.explain() if thorough else recommendation(plan)).splitlines(),
