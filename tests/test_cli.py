@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import documented
 import pytest
 from typer.testing import CliRunner
 
@@ -99,6 +100,36 @@ def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
     assert [row["bands"] for row in rows] == ["2", "4", "6", "8"]
     swept = json.loads(quell("compare", "fractional", "--bands", "4", "--gamma", "0.5,0.75", *RUN, "--json"))
     assert [row["gamma"] for row in swept] == [0.5, 0.75]
+
+
+def test_compare_sweeps_horizons():
+    swept = json.loads(quell("compare", "blt", "--buffers", "1", "--horizon", "50:97:3", *RUN, "--json"))
+    assert [row["horizon"] for row in swept] == [50, 74, 97]
+    assert swept[-1] == json.loads(quell("price", "blt", "--buffers", "1", "--horizon", "97", *RUN, "--json"))
+
+
+def test_json_has_the_documented_keys(tmp_path, monkeypatch):
+    """Those of `train` are in tests/trial."""
+
+    def printed(*arguments: str):
+        return json.loads(quell(*arguments, "--json"))
+
+    prices = [
+        ["fractional", "--bands", "4"],
+        ["band_inv", "--bands", "2"],
+        ["blt", "--buffers", "1", "--horizon", "97"],
+    ]
+    (promised,) = documented.in_tables("price")
+    assert promised == {key for arguments in prices for key in printed("price", *arguments, *RUN)}
+    (line,) = [line for line in documented.section("price").splitlines() if line.startswith("| `guarantee`")]
+    assert documented.quoted(line.split("|")[2]) == printed("price", "identity", *RUN)["guarantee"].keys()
+    path = tmp_path / "plan.json"
+    assert documented.in_tables("plan") == [printed(*PLAN, "--save", str(path)).keys()]
+    checked = printed("verify", str(path))
+    assert documented.quoted(documented.section("verify")) == checked.keys() | checked["checks"][0].keys()
+    assert documented.quoted(documented.section("mechanisms")) == printed("mechanisms")[0].keys()
+    monkeypatch.setenv("QUELL_CACHE", str(tmp_path))
+    assert documented.quoted(documented.section("bench")) == printed("bench", "--parameters", "20000").keys()
 
 
 def test_mechanisms_lists_every_family():

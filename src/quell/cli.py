@@ -343,6 +343,7 @@ def compare(
     lambda_: Annotated[str | None, typer.Option("--lambda", help="One value, or a sweep.")] = None,
     gamma: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
     buffers: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
+    horizon: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
     objective: Objective = None,
     column_normalise: Normalise = None,
     separation: Separation = None,
@@ -356,7 +357,7 @@ def compare(
 ) -> None:
     """Sweep one parameter of a family."""
     problem = _problem(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
-    given = {"bands": bands, "lambda": lambda_, "gamma": gamma, "buffers": buffers}
+    given = {"bands": bands, "lambda": lambda_, "gamma": gamma, "buffers": buffers, HORIZON: horizon}
     values = {name: _sweep(name, text) for name, text in given.items() if text is not None}
     swept = [name for name, several in values.items() if len(several) > 1]
     if len(swept) != 1:
@@ -607,7 +608,8 @@ def _sweep(name: str, text: str) -> list[float]:
             if points < 2:
                 raise ValueError
             values = [first + (last - first) * i / (points - 1) for i in range(points)]
-            return list(dict.fromkeys(round(value) for value in values)) if name in ("bands", "buffers") else values
+            whole = name in ("bands", "buffers", HORIZON)
+            return list(dict.fromkeys(round(value) for value in values)) if whole else values
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise QuellError(f"--{name} {text!r} is not a sweep: write 2,4,8 or start:stop:count") from None
