@@ -15,7 +15,7 @@ import documented
 import pytest
 from typer.testing import CliRunner
 
-from quell import cli, privacy
+from quell import cli, planning, privacy
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
 
@@ -102,6 +102,13 @@ def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
     assert [row["gamma"] for row in swept] == [0.5, 0.75]
 
 
+def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
+    monkeypatch.setattr(cli.questions, "plan_for_rmse", lambda setup, target, progress: planning.make_plan(setup))
+    for more in ([], ["--objective", "rmse"]):
+        assert json.loads(quell(*PLAN, "--target-rmse", "9", *more, "--json"))["setup"]["objective"] == "rmse"
+    assert json.loads(quell(*PLAN, "--json"))["setup"]["objective"] == "training"
+
+
 def test_compare_sweeps_horizons():
     swept = json.loads(quell("compare", "blt", "--buffers", "1", "--horizon", "50:97:3", *RUN, "--json"))
     assert [row["horizon"] for row in swept] == [50, 74, 97]
@@ -170,6 +177,7 @@ def test_help_shows_examples_and_every_command():
         ([*PLAN, "--steps", "60"], "does not go with --batch-size, --epochs"),
         ([*PLAN, "--step-seconds", "0.1"], "--step-seconds is for --noise-share"),
         (["price", "bisr", "--bands", "4", "--lambda", "0.5", *RUN], "it takes bands, column_normalise"),
+        ([*PLAN, "--target-rmse", "9", "--objective", "training"], "does not go with --objective training"),
         (["verify", "/nowhere/plan.json"], "cannot read the plan"),
         ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write the plot"),
     ],
