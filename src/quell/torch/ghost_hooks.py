@@ -27,6 +27,8 @@ class _Full32:
     there they are refused: the clip norm is a privacy bound.
     """
 
+    _module: nn.Module
+
     def capture_activations_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
         try:
             super().capture_activations_hook(module, inputs, output)  # type: ignore[misc]
@@ -46,6 +48,12 @@ class _Full32:
                     "use clipping='flat' or 'microbatch' with mixed precision, or float32"
                 )
         return activations, backprops
+
+    def forget_activations(self) -> None:
+        for module in self._module.modules():
+            module.__dict__.pop("max_batch_len", None)
+            if hasattr(module, "activations"):
+                module.activations.clear()
 
 
 def _whole_convolution_norms(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -73,10 +81,7 @@ class Norms(_Full32, GradSampleHooksFastGradientClipping):
             parameter._norm_sample = None
 
     def forget_activations(self) -> None:
-        for module in self._module.modules():
-            module.__dict__.pop("max_batch_len", None)
-            if hasattr(module, "activations"):
-                module.activations.clear()
+        super().forget_activations()
         for parameter in self._module.parameters():
             parameter._forward_counter = 0
             parameter.grad_sample = None
@@ -102,10 +107,8 @@ class ShardedNorms(_Full32, GradSampleHooksFastGradientClippingFSDP):
             module.__dict__.pop("norm_sample", None)
 
     def forget_activations(self) -> None:
+        super().forget_activations()
         for module in self._module.modules():
-            module.__dict__.pop("max_batch_len", None)
-            if hasattr(module, "activations"):
-                module.activations.clear()
             if hasattr(module, "_forward_counter"):
                 module._forward_counter = 0
 
