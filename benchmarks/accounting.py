@@ -55,16 +55,16 @@ def quell_side(case: Case) -> Case:
         "estimate": about,
         "bracket": found.bracket,
         "method": found.method,
-        "delta": ledger_estimate(built, scheme, found.noise_multiplier, case["epsilon"]),
+        "delta": accountant_estimate(built, scheme, found.noise_multiplier, case["epsilon"]),
         "column": list(built.coefficients),
     }
 
 
-def ledger_estimate(built: Any, scheme: Any, sigma: float, epsilon: float) -> float:
+def accountant_estimate(built: Any, scheme: Any, sigma: float, epsilon: float) -> float:
     """δ without its confidence margin, which is what a sampler's mean comes out at."""
-    from quell.privacy.accounting import _ledger
+    from quell.privacy.accounting import _accountant
 
-    return _ledger(built, scheme).estimate(sigma, epsilon, True)[0]
+    return _accountant(built, scheme).estimate(sigma, epsilon, True)[0]
 
 
 def peer_side(case: Case) -> Case:

@@ -6,13 +6,14 @@ import math
 
 import numpy as np
 import pytest
+from enumeration import by_enumeration
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quell import bounds, strategy, workload
 from quell.error import error
 from quell.sampling import Participation
-from quell.sensitivity import by_enumeration, sensitivity
+from quell.sensitivity import sensitivity
 
 tasks = st.sampled_from([(0.0, 1.0), (0.9, 1.0), (0.0, 0.95), (0.9, 0.999)])
 

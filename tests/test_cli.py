@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 
+import documented
 import pytest
 from typer.testing import CliRunner
 
-from quell import cli, privacy
+from quell import cli, planning, privacy
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
 
@@ -101,6 +102,43 @@ def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
     assert [row["gamma"] for row in swept] == [0.5, 0.75]
 
 
+def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
+    monkeypatch.setattr(cli.questions, "plan_for_rmse", lambda setup, target, progress: planning.make_plan(setup))
+    for more in ([], ["--objective", "rmse"]):
+        assert json.loads(quell(*PLAN, "--target-rmse", "9", *more, "--json"))["setup"]["objective"] == "rmse"
+    assert json.loads(quell(*PLAN, "--json"))["setup"]["objective"] == "training"
+
+
+def test_compare_sweeps_horizons():
+    swept = json.loads(quell("compare", "blt", "--buffers", "1", "--horizon", "50:97:3", *RUN, "--json"))
+    assert [row["horizon"] for row in swept] == [50, 74, 97]
+    assert swept[-1] == json.loads(quell("price", "blt", "--buffers", "1", "--horizon", "97", *RUN, "--json"))
+
+
+def test_json_has_the_documented_keys(tmp_path, monkeypatch):
+    """Those of `train` are in tests/trial."""
+
+    def printed(*arguments: str):
+        return json.loads(quell(*arguments, "--json"))
+
+    prices = [
+        ["fractional", "--bands", "4"],
+        ["band_inv", "--bands", "2"],
+        ["blt", "--buffers", "1", "--horizon", "97"],
+    ]
+    (promised,) = documented.in_tables("price")
+    assert promised == {key for arguments in prices for key in printed("price", *arguments, *RUN)}
+    (line,) = [line for line in documented.section("price").splitlines() if line.startswith("| `guarantee`")]
+    assert documented.quoted(line.split("|")[2]) == printed("price", "identity", *RUN)["guarantee"].keys()
+    path = tmp_path / "plan.json"
+    assert documented.in_tables("plan") == [printed(*PLAN, "--save", str(path)).keys()]
+    checked = printed("verify", str(path))
+    assert documented.quoted(documented.section("verify")) == checked.keys() | checked["checks"][0].keys()
+    assert documented.quoted(documented.section("mechanisms")) == printed("mechanisms")[0].keys()
+    monkeypatch.setenv("QUELL_CACHE", str(tmp_path))
+    assert documented.quoted(documented.section("bench")) == printed("bench", "--parameters", "20000").keys()
+
+
 def test_mechanisms_lists_every_family():
     text = quell("mechanisms")
     listed = json.loads(quell("mechanisms", "--json"))
@@ -139,6 +177,7 @@ def test_help_shows_examples_and_every_command():
         ([*PLAN, "--steps", "60"], "does not go with --batch-size, --epochs"),
         ([*PLAN, "--step-seconds", "0.1"], "--step-seconds is for --noise-share"),
         (["price", "bisr", "--bands", "4", "--lambda", "0.5", *RUN], "it takes bands, column_normalise"),
+        ([*PLAN, "--target-rmse", "9", "--objective", "training"], "does not go with --objective training"),
         (["verify", "/nowhere/plan.json"], "cannot read the plan"),
         ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write the plot"),
     ],

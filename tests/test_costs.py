@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,6 +47,17 @@ def test_a_time_limit_is_a_share_of_the_step():
     assert limit.most == pytest.approx(0.02)  # 2 ms for 10⁸ parameters
     assert limit.allows(0, 4)
     assert not limit.allows(0, 16)
+
+
+def test_noise_must_fit_memory_draws_and_time():
+    setup = Setup(**SMALL, memory=2, draws=4, time_limit=TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=4.5))
+    fitting = {(b, d) for b in range(8) for d in range(1, 8) if setup.fits(SimpleNamespace(buffers=b, draws=d))}
+    assert fitting == {(b, d) for b in range(3) for d in range(1, 5) if 1 + b + d - 1 <= 4.5}
+    plan = quell.plan(**SMALL, time_limit=TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=3.5))
+    told = re.search(r"Error against memory: (.*)", plan.explain())[1]
+    copies = [int(found) for found in re.findall(r"(\d+) model cop", told)]
+    assert copies
+    assert max(copies) <= 2  # more memory would be of no use
 
 
 def test_plans_keep_their_time_limit_and_verify_anywhere(tmp_path):

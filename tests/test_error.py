@@ -15,7 +15,6 @@ from quell.error import error, query_variances
 from quell.errors import QuellError
 from quell.sampling import Participation
 from quell.strategy import ToeplitzStrategy
-from quell.strategy.fractional import lambda_cgd_mean_variance, lambda_cgd_query_variance
 
 N = 24
 WORKLOADS = {
@@ -61,8 +60,9 @@ def test_lambda_cgd_closed_forms(lambda_, n):
     sums = workload.prefix(n)
     tested = strategy.build("lambda_cgd", sums, Participation.single(n), **{"lambda": lambda_})
     found = error(tested, sums)
-    assert found.maxse == pytest.approx(math.sqrt(lambda_cgd_query_variance(lambda_, n)), rel=1e-10)
-    assert found.rmse == pytest.approx(math.sqrt(lambda_cgd_mean_variance(lambda_, n)), rel=1e-10)
+    grown = (1 - lambda_) ** 2 * (n - 1)
+    assert found.maxse == pytest.approx(math.sqrt(1 + grown), rel=1e-10)  # eq. 15 of the paper, at the last step
+    assert found.rmse == pytest.approx(math.sqrt(1 + grown / 2), rel=1e-10)  # eq. 50
 
 
 def test_full_batch_errors_of_theorem_4():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from enumeration import by_enumeration
 
 import quell
 from quell import questions
 from quell.errors import QuellError
 from quell.privacy import gaussian_sigma
 from quell.sampling import Batches, Cyclic, Participation
-from quell.sensitivity import by_enumeration
 from quell.setup import Setup
 
 SMALL = {"examples": 1000, "batch_size": 50, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}

@@ -7,13 +7,14 @@ import math
 
 import numpy as np
 import pytest
+from enumeration import by_enumeration, patterns
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quell import strategy, workload
 from quell.errors import QuellError
 from quell.sampling import Participation
-from quell.sensitivity import by_enumeration, heaviest_pattern, patterns, row_wise_bound, sensitivity
+from quell.sensitivity import heaviest_pattern, row_wise_bound, sensitivity
 from quell.strategy import BandedStrategy, ToeplitzStrategy
 from quell.strategy.fractional import lambda_cgd_sensitivity
 

@@ -17,11 +17,22 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from quell import cache
 from quell.errors import QuellError, require_count, require_finite
 
 _FILE = "noise_cost.json"
+
+
+class Noise(Protocol):
+    """What costs are about, a mechanism or a recurrence: vectors kept between steps, and vectors made per step."""
+
+    @property
+    def buffers(self) -> int: ...
+
+    @property
+    def draws(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from quell.error import Error, error
 from quell.errors import QuellError, at_least
 from quell.objective import training_error
 from quell.privacy import Estimate, Guarantee, gaussian_sigma
-from quell.privacy.ledger import round_up
+from quell.privacy.accountant import round_up
 from quell.quick import quick
 from quell.sampling import SCHEMES, BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme, scheme_names
 from quell.strategy import Parameter, Strategy, build, describe

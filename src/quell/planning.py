@@ -21,7 +21,7 @@ from quell.errors import QuellError
 from quell.mechanism import MOST_NUMBERS, Mechanism, Problem
 from quell.quick import quick_epsilon
 from quell.sampling import Cyclic
-from quell.search import Progress, search
+from quell.search import Progress, rank, search
 from quell.setup import Setup
 
 FORMAT, VERSION = "quell-plan", 2
@@ -181,12 +181,7 @@ def make_plan(setup: Setup, progress: Progress | None = None) -> Plan:
 
 def recommend(setup: Setup, mechanisms: list[Mechanism] | tuple[Mechanism, ...]) -> int:
     """The least score that fits."""
-    return min(range(len(mechanisms)), key=lambda i: _rank(setup, mechanisms[i]))
-
-
-def fits(setup: Setup, mechanism: Mechanism) -> bool:
-    """Whether the mechanism's noise stays within what the set-up allows."""
-    return setup.allows(mechanism.buffers, mechanism.draws)
+    return min(range(len(mechanisms)), key=lambda i: rank(setup, mechanisms[i], setup.objective))
 
 
 def problem_of(setup: Setup) -> Problem:
@@ -201,7 +196,3 @@ def equivalent_epsilon(problem: Problem, mechanism: Mechanism) -> float:
     dpsgd = problem.dpsgd
     noise = mechanism.rmse / dpsgd.unit_error.rmse
     return quick_epsilon(dpsgd.strategy, problem.scheme_of(dpsgd.strategy, dpsgd.sampling), noise, problem.delta)
-
-
-def _rank(setup: Setup, mechanism: Mechanism) -> tuple[bool, float]:
-    return not fits(setup, mechanism), mechanism.score(setup.objective)

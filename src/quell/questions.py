@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from quell.errors import QuellError, require_count, require_finite
 from quell.mechanism import Mechanism, Problem
 from quell.planning import Plan, make_plan, problem_of
-from quell.privacy.ledger import round_up
+from quell.privacy.accountant import round_up
 from quell.search import Progress, pareto, search
 from quell.setup import Setup
 from quell.strategy import build

@@ -13,7 +13,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from quell.errors import QuellError
 from quell.privacy import (
     Estimate,
     balls_in_bins,
@@ -24,11 +23,11 @@ from quell.privacy import (
     gaussian_sigma,
     poisson,
 )
+from quell.privacy.accountant import Accountant, round_up, secants
 from quell.privacy.bin_pair import BinPair
 from quell.privacy.bins import Bins
 from quell.privacy.coins import coin_delta, coin_epsilon
 from quell.privacy.importance import pilot
-from quell.privacy.ledger import Ledger, round_up
 from quell.privacy.tilting import sampling_free
 from quell.sampling import BallsInBins, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.sensitivity import sensitivity
@@ -61,12 +60,14 @@ def quick(
                 epsilon, delta, calibrate(strategy, scheme, epsilon, delta).noise_multiplier, scheme.name, 0.0
             )
         case BallsInBins():
-            ledger = balls_in_bins.ledger_of(strategy, scheme)
-            sigma = _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon, effort), ledger, epsilon, delta, near)
-            error = _ERROR / math.sqrt(effort) if ledger.statistical else 0.0
+            accountant = balls_in_bins.accountant_of(strategy, scheme)
+            sigma = _least_noise(
+                lambda sigma: _bins_delta(accountant, sigma, epsilon, effort), accountant, epsilon, delta, near
+            )
+            error = _ERROR / math.sqrt(effort) if accountant.statistical else 0.0
             return Estimate(epsilon, delta, sigma, scheme.name, error)
         case Poisson() | CyclicPoisson():
-            coins = poisson.ledger_of(strategy, scheme)
+            coins = poisson.accountant_of(strategy, scheme)
             sigma = coins.column * _coin_noise(coins.rounds, coins.rate, epsilon, delta)
             return Estimate(epsilon, delta, round_up(sigma), scheme.name, 0.0)
     return estimate(strategy, scheme, epsilon, delta)
@@ -75,16 +76,16 @@ def quick(
 def quick_epsilon(strategy: Strategy, scheme: Scheme, sigma: float, delta: float) -> float:
     """About the ε of noise `sigma`, which may be far too little for any promise: a yardstick for comparisons."""
     if isinstance(scheme, Poisson | CyclicPoisson):
-        coins = poisson.ledger_of(strategy, scheme)
+        coins = poisson.accountant_of(strategy, scheme)
         return coin_epsilon(coins.rounds, coins.rate, sigma / coins.column, delta)
     if isinstance(scheme, Cyclic):
         return gaussian_epsilon(sigma / sensitivity(strategy, scheme.participation).value, delta)
     bins = BallsInBins(scheme.steps, scheme.separation)  # b_min_sep is close enough to that for a yardstick
-    ledger = balls_in_bins.ledger_of(strategy, bins)
-    low, high = 1e-3, ledger.safe_epsilon(sigma, delta)
+    accountant = balls_in_bins.accountant_of(strategy, bins)
+    low, high = 1e-3, accountant.safe_epsilon(sigma, delta)
     for _ in range(24):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if _bins_delta(ledger, sigma, middle) > delta else (low, middle)
+        low, high = (middle, high) if _bins_delta(accountant, sigma, middle) > delta else (low, middle)
     return high
 
 
@@ -100,7 +101,7 @@ def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> f
         case Cyclic():
             return calibrate(strategy, scheme, epsilon, delta).noise_multiplier
         case BallsInBins():
-            bins = balls_in_bins.ledger_of(strategy, scheme).bins
+            bins = balls_in_bins.accountant_of(strategy, scheme).bins
             pulled = float(bins.pull.min()) / math.sqrt(float(bins.pull.mean())) * gaussian_sigma(epsilon, delta)
             lightest = math.sqrt(float(bins.energies.min()))
             return max(pulled, lightest * _apart(bins.count, epsilon, delta))
@@ -110,49 +111,35 @@ def least(strategy: Strategy, scheme: Scheme, epsilon: float, delta: float) -> f
 @lru_cache(maxsize=64)
 def _apart(bins: int, epsilon: float, delta: float) -> float:
     """Noise for so many bins of norm 1 that do not overlap, a little rounded down."""
-    ledger = balls_in_bins.BinLedger(Bins(np.eye(1, bins)[0]))
-    return 0.995 * _crossing(lambda sigma: _bins_delta(ledger, sigma, epsilon), ledger, epsilon, delta)
+    accountant = balls_in_bins.BinAccountant(Bins(np.eye(1, bins)[0]))
+    return 0.995 * _least_noise(lambda sigma: _bins_delta(accountant, sigma, epsilon), accountant, epsilon, delta)
 
 
 @lru_cache(maxsize=256)
 def _coin_noise(rounds: int, rate: float, epsilon: float, delta: float) -> float:
     """Noise per unit of column norm under (cyclic) Poisson sampling: the same for every strategy with as many bands."""
-    ledger = poisson.PoissonLedger(rounds, rate, 1.0)
-    return _crossing(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), ledger, epsilon, delta)
+    accountant = poisson.PoissonAccountant(rounds, rate, 1.0)
+    return _least_noise(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), accountant, epsilon, delta)
 
 
-def _bins_delta(ledger: balls_in_bins.BinLedger, sigma: float, epsilon: float, effort: int = 1) -> float:
-    if not ledger.statistical:
-        return ledger.estimate(sigma, epsilon, False)[0]
-    pair = BinPair(ledger.bins, sigma)
-    size = effort * max(16, min(_DRAWS, _WIDE // ledger.bins.count))
+def _bins_delta(accountant: balls_in_bins.BinAccountant, sigma: float, epsilon: float, effort: int = 1) -> float:
+    if not accountant.statistical:
+        return accountant.estimate(sigma, epsilon, False)[0]
+    pair = BinPair(accountant.bins, sigma)
+    size = effort * max(16, min(_DRAWS, _WIDE // accountant.bins.count))
     remove = pilot(pair, "remove", epsilon, size).estimate
     if sampling_free(pair, "add", epsilon) < 0.1 * remove:
         return remove
     return max(remove, pilot(pair, "add", epsilon, size).estimate)
 
 
-def _crossing(
-    function: Callable[[float], float], ledger: Ledger, epsilon: float, delta: float, near: float | None = None
+def _least_noise(
+    function: Callable[[float], float], accountant: Accountant, epsilon: float, delta: float, near: float | None = None
 ) -> float:
-    """Where δ falls to `delta`, by secants between logarithms, rounded up to five digits."""
-    top = math.log(ledger.safe_sigma(epsilon, delta))
-    x = min(math.log(near or ledger.guess(epsilon, delta)), top)
-    low, high, slope = -math.inf, top, _steepness(epsilon, delta)
-    last: tuple[float, float] | None = None
-    for _ in range(12):
-        gap = math.log(max(function(math.exp(x)), 1e-290) / delta)
-        low, high = (x, high) if gap > 0 else (low, min(high, x))
-        if last is not None and abs(x - last[0]) > 1e-6:
-            measured = (gap - last[1]) / (x - last[0])
-            slope = min(max(measured, -60.0), -2.0)
-        last = x, gap
-        step = min(max(-gap / slope, -0.7), 0.7)
-        if abs(gap) < _CLOSE or high - low < 1e-4:
-            return round_up(math.exp(min(x + step, top)))
-        wanted = x + step
-        x = wanted if low < wanted < high else (0.5 * (low + high) if math.isfinite(low) else wanted)
-    raise QuellError(f"no noise level up to {math.exp(top):.3g} could be found: this should not happen")
+    """Where δ falls to `delta`, rounded up to five digits."""
+    start, most = near or accountant.guess(epsilon, delta), accountant.safe_sigma(epsilon, delta)
+    sigma, _, _ = secants(lambda x: (function(x), 0.0), start, delta, _steepness(epsilon, delta), most, 12, _CLOSE)
+    return round_up(sigma)
 
 
 @lru_cache(maxsize=64)

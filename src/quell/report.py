@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from quell.errors import QuellError, at_least
 from quell.mechanism import Mechanism, Problem
-from quell.planning import Plan, fits
+from quell.planning import Plan
 from quell.questions import Choice, changes
 from quell.sampling import Cyclic
 from quell.search import pareto
@@ -73,7 +74,7 @@ def mechanism_table(
 
 
 def _mark(mechanism: Mechanism, plan: Plan | None) -> str:
-    if plan is None or fits(plan.setup, mechanism):
+    if plan is None or plan.setup.fits(mechanism):
         return "➤" if plan is not None and mechanism is plan.mechanism else " "
     return "✗"
 
@@ -147,7 +148,7 @@ def explanation(plan: Plan) -> str:
     """The recommendation, the other choice, what would change the answer, the bound, and the promise."""
     chosen, problem, objective = plan.mechanism, plan.problem, plan.setup.objective
     lines = [recommendation(plan)]
-    affordable = [mechanism for mechanism in plan.alternatives if fits(plan.setup, mechanism)]
+    affordable = [mechanism for mechanism in plan.alternatives if plan.setup.fits(mechanism)]
     other = min(affordable, key=lambda mechanism: mechanism.rmse)
     if objective == "training" and other is not chosen and other.rmse < 0.99 * chosen.rmse:
         lines.append(
@@ -160,8 +161,8 @@ def explanation(plan: Plan) -> str:
             f"{label(first)} is estimated {1 - first.score(objective) / chosen.score(objective):.1%} better, less than "
             "an estimate may be off; one mechanism is certified, and the estimates before that favoured this one."
         )
-    at_no_memory = [m for m in plan.alternatives if plan.setup.allows(0, m.draws)]
-    front = pareto(at_no_memory, objective)
+    with_any_memory = replace(plan.setup, memory=None)
+    front = pareto([each for each in plan.alternatives if with_any_memory.fits(each)], objective)
     lines.append(
         "Error against memory: "
         + "; ".join(f"{_copies(each.buffers)}: {label(each)} {each.score(objective):.4g}" for each in front)

@@ -65,7 +65,7 @@ class Search:
 
     def least_score(self, objective: str) -> float:
         """The best that is known among what fits."""
-        return min((m.score(objective) for m in self.mechanisms if self._allows(m)), default=math.inf)
+        return min((m.score(objective) for m in self.mechanisms if self.setup.fits(m)), default=math.inf)
 
     def score(self, family: str, parameters: Parameters, *, sampling: str, objective: str) -> float:
         """The objective of one candidate, or a lower bound on it where that already rules the candidate out."""
@@ -88,16 +88,13 @@ class Search:
 
     def run_off(self, objective: str) -> None:
         """Estimate those that could be the best more carefully: the first estimates are a percent off."""
-        fitting = [(m.score(objective), key) for key, m in self.seen.items() if m and self._allows(m)]
+        fitting = [(m.score(objective), key) for key, m in self.seen.items() if m and self.setup.fits(m)]
         close = sorted(entry for entry in fitting if entry[0] < _CLOSE * min(fitting)[0])
         for _, key in close[:_FINALISTS] if len(close) > 1 else ():
             mechanism = self.seen[key]
             if mechanism is not None and isinstance(mechanism.claim, Estimate) and mechanism.claim.relative_error:
                 near = mechanism.noise_multiplier
                 self.seen[key] = self.problem.estimated(mechanism.strategy, key[2], near, _EFFORT)
-
-    def _allows(self, mechanism: Mechanism) -> bool:
-        return self.setup.allows(mechanism.buffers, mechanism.draws)
 
     def show_ruled_out(self, objective: str) -> None:
         """Estimate the most promising one of every family that only had bounds under amplification, for the table."""
@@ -131,7 +128,7 @@ class Search:
         """Try the best amplified one that fits with its columns normalised, which costs time and gains a percent."""
         ranked = sorted(self.seen.items(), key=lambda entry: entry[1].score(objective) if entry[1] else math.inf)
         for (family, words, sampling), mechanism in ranked:
-            if mechanism is None or not self._allows(mechanism):
+            if mechanism is None or not self.setup.fits(mechanism):
                 continue
             small = self.problem.workload.steps * self.problem.cycle.separation <= _MOST_GRAM
             if sampling != Cyclic.name and FAMILIES[family].normalisable and small:
@@ -144,9 +141,7 @@ class Search:
         size = family, parameters.get("bands"), parameters.get("buffers")  # nothing else decides what noise costs
         if size not in self.sizes:
             strategy = self._strategy(family, parameters)
-            self.sizes[size] = strategy is not None and self.setup.allows(
-                strategy.recurrence.buffers, strategy.recurrence.draws
-            )
+            self.sizes[size] = strategy is not None and self.setup.fits(strategy.recurrence)
         return self.sizes[size]
 
     def _strategy(self, family: str, parameters: Parameters) -> Strategy | None:
@@ -219,7 +214,7 @@ def worth_showing(setup: Setup, mechanisms: list[Mechanism]) -> list[Mechanism]:
     """The best of every family and for every amount of memory, by the set-up's objective and by RMSE."""
     kept: dict[int, Mechanism] = {}
     for objective in (setup.objective, "rmse"):
-        ranked = sorted(mechanisms, key=lambda m: (not setup.allows(m.buffers, m.draws), m.score(objective)))
+        ranked = sorted(mechanisms, key=lambda m: rank(setup, m, objective))
         families: set[str] = set()
         for mechanism in ranked:
             if mechanism.name not in families and (objective == setup.objective or not families):
@@ -227,7 +222,12 @@ def worth_showing(setup: Setup, mechanisms: list[Mechanism]) -> list[Mechanism]:
             families.add(mechanism.name)
         for mechanism in pareto(mechanisms, objective):
             kept[id(mechanism)] = mechanism
-    return sorted(kept.values(), key=lambda m: (not setup.allows(m.buffers, m.draws), m.score(setup.objective)))
+    return sorted(kept.values(), key=lambda m: rank(setup, m, setup.objective))
+
+
+def rank(setup: Setup, mechanism: Mechanism, objective: str) -> tuple[bool, float]:
+    """What fits comes first, and among that the best."""
+    return not setup.fits(mechanism), mechanism.score(objective)
 
 
 def pareto(mechanisms: list[Mechanism] | tuple[Mechanism, ...], objective: str) -> list[Mechanism]:

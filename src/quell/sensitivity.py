@@ -20,7 +20,6 @@ just as tight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,12 +89,6 @@ def _bracket(strategy: Strategy, participation: Participation) -> Sensitivity:
     return _scaled_toeplitz(strategy, strategy.column_scale, participation)
 
 
-def by_enumeration(matrix: Array, participation: Participation) -> float:
-    """max over all patterns of √Σ|(CᵀC)_ij|: the definition itself, for tiny n and as the oracle of the tests."""
-    gram = np.abs(matrix.T @ matrix)
-    return math.sqrt(max(gram[np.ix_(pattern, pattern)].sum() for pattern in patterns(participation)))
-
-
 def row_wise_bound(matrix: Array, participation: Participation) -> float:
     """Upper bound for any C: give each step the most it can share with any pattern through it, then the best pattern.
 
@@ -110,15 +103,6 @@ def row_wise_bound(matrix: Array, participation: Participation) -> float:
         rest = Participation(n, b, participation.count - 1)
         share += heaviest_pattern(others, rest)
     return math.sqrt(float(heaviest_pattern(share, participation)) * (1 + _ROUNDING))
-
-
-def patterns(participation: Participation, start: int = 0, left: int | None = None) -> Iterator[list[int]]:
-    """All non-empty patterns, by recursion."""
-    left = participation.count if left is None else left
-    for first in range(start, participation.steps) if left else ():
-        yield [first]
-        for rest in patterns(participation, first + participation.separation, left - 1):
-            yield [first, *rest]
 
 
 def heaviest_pattern(weights: Array, participation: Participation) -> Array:

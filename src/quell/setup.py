@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quell import workload
-from quell.costs import NoiseCost, TimeLimit
+from quell.costs import Noise, NoiseCost, TimeLimit
 from quell.errors import QuellError, require_count, require_finite, require_privacy
 from quell.objective import OBJECTIVES
 from quell.sampling import Cyclic, scheme_names
@@ -133,10 +133,10 @@ class Setup:
     def buffer_limit(self) -> float:
         return math.inf if self.memory is None else self.memory
 
-    def allows(self, buffers: int, draws: int) -> bool:
-        """Whether noise that keeps `buffers` vectors and draws `draws` per step stays within the limits."""
-        in_time = self.time_limit is None or self.time_limit.allows(buffers, draws)
-        return buffers <= self.buffer_limit and draws <= self.draws and in_time
+    def fits(self, noise: Noise) -> bool:
+        """Whether noise stays within the limits on memory, draws and time."""
+        in_time = self.time_limit is None or self.time_limit.allows(noise.buffers, noise.draws)
+        return noise.buffers <= self.buffer_limit and noise.draws <= self.draws and in_time
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from simulation import Patterns, agrees, simulated_delta
 
 from quell import privacy, strategy, workload
 from quell.errors import QuellError
-from quell.privacy import balls_in_bins, bins, gaussian_delta, importance, ledger
-from quell.privacy.ledger import FAILURE_SHARE, round_up
+from quell.privacy import accountant, balls_in_bins, bins, gaussian_delta, importance
+from quell.privacy.accountant import FAILURE_SHARE, round_up
 from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy.structure import ToeplitzStrategy
 
@@ -99,11 +99,11 @@ class ChainAsBins:
     """The recursion of b-min-sep at rate 1, which the accountant itself would hand to balls in bins."""
 
     def bracket(self):
-        from quell.privacy.b_min_sep import ChainLedger
+        from quell.privacy.b_min_sep import ChainAccountant
 
         scheme = BMinSep(N, B, 1.0)
         object.__setattr__(scheme, "rate", 1 - 1e-12)
-        certificate = ChainLedger(build(scheme), scheme, 0.0).certify(SIGMA, EPSILON, 1e-5)
+        certificate = ChainAccountant(build(scheme), scheme, 0.0).certify(SIGMA, EPSILON, 1e-5)
         return certificate.lower, certificate.upper
 
 
@@ -144,7 +144,7 @@ def test_both_directions_are_estimated_and_the_larger_is_reported():
     simulated = simulated_delta(together.matrix(), Patterns.of_bins(40, 20), 40.0, 0.3)
     for way, (delta, error) in simulated.items():
         assert abs(found[way].estimate - delta) < 4.5 * (error + found[way].error)
-    upper = balls_in_bins.BinLedger.of(together, scheme).certify(40.0, 0.3, 1e-5).upper
+    upper = balls_in_bins.BinAccountant.of(together, scheme).certify(40.0, 0.3, 1e-5).upper
     assert upper > max(each.estimate for each in found.values())
 
 
@@ -213,8 +213,8 @@ def test_comparing_more_certificates_costs_a_little_noise_not_soundness():
     built = build(scheme, "bisr", bands=4)
     one, many = (privacy.calibrate(built, scheme, 1.0, 1e-4, comparisons=m).noise_multiplier for m in (1, 1000))
     assert one <= many <= one * 1.01
-    allowed, failure = ledger._budget(balls_in_bins.ledger_of(built, scheme), 1e-4, comparisons=1000)
-    assert allowed + failure * 1000 * len(ledger._RUNGS) <= 1e-4 * (1 + 1e-12)  # all that `calibrate` may look at
+    allowed, failure = accountant._budget(balls_in_bins.accountant_of(built, scheme), 1e-4, comparisons=1000)
+    assert allowed + failure * 1000 * len(accountant._RUNGS) <= 1e-4 * (1 + 1e-12)  # all that `calibrate` may look at
     wide, wider = (privacy.delta(built, scheme, 2.0, 1.0, comparisons=m) for m in (1, 10**6))
     assert wide.bracket[1] < wider.bracket[1]
     for found in (wide, wider):
@@ -230,7 +230,7 @@ class TestMutations:
 
     def check(self, sampled=None, name="bisr", **parameters):
         built = build(self.scheme, name, **(parameters or ({"bands": 2} if name == "bisr" else {})))
-        bracket = privacy.accounting._ledger.__wrapped__(built, self.scheme).certify(self.sigma, EPSILON, 1e-5)
+        bracket = privacy.accounting._accountant.__wrapped__(built, self.scheme).certify(self.sigma, EPSILON, 1e-5)
         patterns = sampled or Patterns.of_bins(self.steps, B)
         simulated = simulated_delta(built.matrix(), patterns, self.sigma, EPSILON)
         return agrees((bracket.lower, bracket.upper), simulated)
@@ -300,7 +300,7 @@ class TestMutations:
         monkeypatch.setattr(importance, "pilot", wrong)
         monkeypatch.setattr(importance, "_certify_direction", _none_is_zero(importance._certify_direction))
         built = build(scheme, "lambda_cgd", **{"lambda": 0.2})
-        bracket = balls_in_bins.BinLedger.of(built, scheme).certify(1.0, 1.0, 1e-5)
+        bracket = balls_in_bins.BinAccountant.of(built, scheme).certify(1.0, 1.0, 1e-5)
         assert bracket.upper < 0.8 * simulated_delta(built.matrix(), Patterns.of_bins(20, 10), 1.0, 1.0)["remove"][0]
 
 
@@ -347,3 +347,14 @@ def test_gaussian_noise_is_never_pure(scheme, sigma, epsilon):
     found = privacy.delta(build(scheme), scheme, sigma, epsilon)
     assert found.delta > 0.0
     assert found.bracket[1] > 0.0
+
+
+@pytest.mark.parametrize("slope", [-60.0, -20.0, -2.0])
+@pytest.mark.parametrize("start", [0.3, 2.9, 30.0])
+def test_secants_cross_a_plateau_and_stop_at_the_most(start, slope):
+    def falling(x: float) -> tuple[float, float]:
+        return min(1.0, (x / 2) ** -30), 0.0
+
+    for most in (100.0, 2.5):
+        found, _, _ = accountant.secants(falling, start, 1e-5, slope, most, rounds=12, close=0.01)
+        assert found == pytest.approx(min(2 * 1e-5 ** (-1 / 30), most), rel=1e-6)

@@ -8,7 +8,7 @@ from scipy.special import logsumexp
 from simulation import Patterns
 
 from quell import strategy, workload
-from quell.privacy.b_min_sep import ChainPair, ledger_of
+from quell.privacy.b_min_sep import ChainPair, accountant_of
 from quell.sampling import BMinSep
 from quell.strategy.structure import ToeplitzStrategy
 
@@ -59,6 +59,6 @@ def test_patterns_follow_the_chain(random):
 
 def test_rounding_errors_below_zero_are_cut_off_and_paid_for():
     coefficients = np.array([1.0, 0.5, -1e-10])
-    ledger = ledger_of(ToeplitzStrategy("rounded", 30, coefficients), BMinSep(30, 3, 0.2))
-    assert ledger.slack > 0
-    assert float(ledger.strategy.coefficients.min()) == 0.0
+    accountant = accountant_of(ToeplitzStrategy("rounded", 30, coefficients), BMinSep(30, 3, 0.2))
+    assert accountant.slack > 0
+    assert float(accountant.strategy.coefficients.min()) == 0.0

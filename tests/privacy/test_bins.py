@@ -116,4 +116,4 @@ def test_negative_rounding_errors_count_without_amplification_too():
     moved = np.ones(10_000)
     moved[:5_000] = -1.0
     reached = np.linalg.norm(moved + np.concatenate([[0.0], -0.99e-9 * np.cumsum(moved)[:-1]]))  # C·x
-    assert balls_in_bins.ledger_of(c, BallsInBins(10_000, 1)).reach >= reached
+    assert balls_in_bins.accountant_of(c, BallsInBins(10_000, 1)).reach >= reached

@@ -11,7 +11,7 @@ from quell import privacy, strategy, workload
 from quell.errors import QuellError
 from quell.privacy import gaussian_delta, gaussian_sigma
 from quell.privacy.coins import coin_delta, coin_epsilon
-from quell.privacy.poisson import PoissonLedger
+from quell.privacy.poisson import PoissonAccountant
 from quell.sampling import CyclicPoisson, Poisson
 
 
@@ -80,7 +80,7 @@ def test_rounding_of_many_rounds_never_understates(rounds, epsilon, wanted):
     ],
 )
 def test_estimates_for_searches_agree_with_the_library(rounds, rate, sigma, epsilon):
-    careful, _ = PoissonLedger(rounds, rate, 1.0).estimate(sigma, epsilon, careful=True)
+    careful, _ = PoissonAccountant(rounds, rate, 1.0).estimate(sigma, epsilon, careful=True)
     assert coin_delta(rounds, rate, sigma, epsilon) == pytest.approx(careful, rel=0.01)
     assert coin_epsilon(rounds, rate, sigma, careful) == pytest.approx(epsilon, rel=0.002)
 

@@ -19,7 +19,7 @@ from pytorch.forks import fork, wait_all
 from pytorch.training import examples
 from quell.errors import QuellError
 from quell.noise import Key
-from quell.torch import hooks, make_private
+from quell.torch import ghost, make_private
 
 SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
     "flat": ("flat", False, "bsr", "cyclic"),
@@ -155,6 +155,6 @@ def main(folder: Path, world: int) -> None:
 
 if __name__ == "__main__":
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports much that the ranks would import again,
-    assert hooks  # as does Opacus
+    assert ghost  # as does Opacus
     for size in sys.argv[2:]:
         main(Path(sys.argv[1]), int(size))

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from quell.errors import QuellError
-from quell.torch.hooks import FlatEngine, GhostEngine
+from quell.torch.flat import FlatEngine
+from quell.torch.ghost import GhostEngine
 
 BATCH = 200  # the sum of so many is only refused when it is above 200 clip norms
 

@@ -10,7 +10,8 @@ from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import nn
 
 from quell.errors import QuellError
-from quell.torch.hooks import FlatEngine, GhostEngine
+from quell.torch.flat import FlatEngine
+from quell.torch.ghost import GhostEngine
 
 ENGINES = {"flat": FlatEngine, "ghost": GhostEngine}
 

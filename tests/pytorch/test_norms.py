@@ -8,7 +8,7 @@ from torch import nn
 
 from quell.torch import norms
 from quell.torch.clipping import clip_factors
-from quell.torch.hooks import GhostEngine
+from quell.torch.ghost import GhostEngine
 from quell.torch.norms import convolution_norms, embedding_norms, full_precision, linear_norms, outer_sum_norms
 
 EXAMPLES = 40

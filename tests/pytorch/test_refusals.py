@@ -302,8 +302,9 @@ def test_without_opacus_the_message_says_what_to_do(plan, monkeypatch):
     for name in [name for name in sys.modules if name == "opacus" or name.startswith("opacus.")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "opacus", None)
-    monkeypatch.delitem(sys.modules, "quell.torch.hooks", raising=False)
-    monkeypatch.delattr("quell.torch.hooks", raising=False)
+    for name in ("flat", "ghost", "ghost_hooks", "opacus"):
+        monkeypatch.delitem(sys.modules, f"quell.torch.{name}", raising=False)
+        monkeypatch.delattr(f"quell.torch.{name}", raising=False)
     with pytest.raises(QuellError, match=r"'.\[torch\]', or take 'microbatch'"):
         private(plan)
     private(plan, "microbatch")

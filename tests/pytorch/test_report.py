@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from enumeration import by_enumeration
 
 import quell
 from quell.privacy import gaussian_epsilon
 from quell.sampling import Participation
-from quell.sensitivity import by_enumeration
 from quell.torch import make_private
 from quell.torch.report import leading_block
 

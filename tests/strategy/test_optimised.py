@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from enumeration import by_enumeration
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from quell.error import error
 from quell.errors import QuellError
 from quell.mechanism import Problem
 from quell.sampling import Cyclic, Participation
-from quell.sensitivity import by_enumeration, sensitivity
+from quell.sensitivity import sensitivity
 from quell.strategy import ToeplitzStrategy
 
 DATA = Path(__file__).parent.parent / "data"

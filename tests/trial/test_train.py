@@ -6,6 +6,7 @@ import json
 import runpy
 from pathlib import Path
 
+import documented
 import numpy as np
 import pytest
 import torch
@@ -78,6 +79,7 @@ def test_train_shows_three_rows_and_writes_what_was_asked_for(file, tmp_path):
 
 def test_a_model_without_privacy_learns_and_json_tells_all(file):
     found = json.loads(train(file, "--seed", "1", "--lr", "0.1", "--json").stdout)
+    assert documented.in_tables("train") == [found.keys(), found["arms"][0].keys()]
     plain, dpsgd, planned = found["arms"]
     assert plain["finals"][0] > 0.95
     assert [len(arm["curve"]) for arm in found["arms"]] == [2, 2, 2]

@@ -161,7 +161,7 @@ def _ladder(problem: _Problem, most: int, on_iteration: Progress | None) -> Iter
     """The best of size 0, 1, …, most, each size no worse than the one before."""
     gaps, loss = np.empty(0), _identity_loss(problem)
     how = Convergence(0, 1, loss, 0.0, 0.0, True, "No buffers: nothing to optimise.")
-    yield _attempt(problem, 0, gaps, how)
+    yield _attempt(0, gaps, how)
     for size in range(1, most + 1):
         runs = [_descend(problem, start, _FIRST, on_iteration) for start in _starts(problem, size, gaps)]
         leader, ahead = min(runs, key=lambda run: run[1].loss)
@@ -176,7 +176,7 @@ def _ladder(problem: _Problem, most: int, on_iteration: Progress | None) -> Iter
         else:  # how well the smaller one converged still stands
             how = replace(how, reason=f"Buffer {size} lowers the loss by less than {_WORTHWHILE:g}.")
         how = replace(how, iterations=iterations, evaluations=evaluations)
-        yield _attempt(problem, size, gaps, how)
+        yield _attempt(size, gaps, how)
 
 
 def _descend(
@@ -192,7 +192,7 @@ def _descend(
     )
 
 
-def _attempt(problem: _Problem, size: int, gaps: Array, how: Convergence) -> Attempt:
+def _attempt(size: int, gaps: Array, how: Convergence) -> Attempt:
     best = algebra.from_gaps(gaps[0::2].tolist(), gaps[1::2].tolist())
     loss = math.exp(how.loss)
     return Attempt(size, best, loss, replace(how, loss=loss))

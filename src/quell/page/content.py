@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quell import __version__
 from quell.errors import at_least
 from quell.mechanism import Mechanism
 from quell.page.curves import cancellation_curves, epsilon_curve, error_curve
-from quell.planning import Plan, fits
+from quell.planning import Plan
 from quell.privacy import Guarantee
 from quell.report import details, label, recommendation
 from quell.sampling import Cyclic
@@ -39,7 +38,6 @@ def content_of(plan: Plan, thorough: bool = True) -> dict[str, Any]:
     setup, problem, shown = plan.setup, plan.problem, plan.alternatives
     recommended = _place(shown, plan.mechanism)
     return {
-        "version": __version__,
         "setup": f"{setup.examples:,} examples, batches of {setup.batch_size:,}, {setup.epochs:,} epochs: "
         f"{setup.steps:,} steps. Target: ({setup.epsilon:g}, {setup.delta:g})-differential privacy.",
         "recommendation": (plan.explain() if thorough else recommendation(plan)).splitlines(),
@@ -129,7 +127,7 @@ def _row(plan: Plan, mechanism: Mechanism, with_estimates: bool) -> dict[str, An
         "draws": mechanism.draws,
         "sampling": mechanism.sampling,
         "certified": mechanism.certified,
-        "fits": fits(plan.setup, mechanism),
+        "fits": plan.setup.fits(mechanism),
         "details": details(problem, mechanism).splitlines() if mechanism.certified else [f"{mechanism.claim}."],
         "planned": {
             "sigma": float(at_least(mechanism.noise_multiplier, 5)),

@@ -17,6 +17,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+from quell import __version__
+
 _SCRIPTS = ("charts.js", "page.js", "live.js")
 
 
@@ -33,13 +35,13 @@ def document(plan: dict[str, Any] | None, text: str = "", live: dict[str, Any] |
 
     `text` is what a browser without scripts shows.
     """
-    return assemble("page.html", _SCRIPTS, {"plan": plan, "live": live}, text, connects=live is not None)
+    return assemble("Quell plan", "page.html", _SCRIPTS, {"plan": plan, "live": live}, text, connects=live is not None)
 
 
 def assemble(
-    template: str, scripts: Sequence[str], data: dict[str, Any], text: str, connects: bool = False
+    title: str, body: str, scripts: Sequence[str], data: dict[str, Any], text: str, connects: bool = False
 ) -> Document:
-    """A template of this package with its style, scripts and data; `connects` lets it ask the server it came from."""
+    """A body of this package with its style, scripts and data; `connects` lets it ask the server it came from."""
     style, script = _file("style.css"), "\n".join(_file(name) for name in scripts)
     sources = {
         "default-src": "'none'",
@@ -51,7 +53,10 @@ def assemble(
         "form-action": "'none'",
     }
     policy = "; ".join(f"{kind} {source}" for kind, source in sources.items())
-    page = Template(_file(template)).substitute(
+    page = Template(_file("document.html")).substitute(
+        title=title,
+        body=_file(body),
+        version=__version__,
         policy=html.escape(policy),
         style=style,
         script=script,

@@ -16,9 +16,10 @@ from urllib.parse import parse_qsl
 from quell.errors import QuellError
 from quell.mechanism import Mechanism
 from quell.page.content import content_of
-from quell.planning import Plan, fits, make_plan, problem_of, recommend
+from quell.planning import Plan, make_plan, problem_of, recommend
 from quell.progress import announce, listening
 from quell.sampling import SCHEMES, Cyclic
+from quell.search import rank
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Limits
 
@@ -118,18 +119,14 @@ def draft_plan(setup: Setup) -> Plan:
     problem = problem_of(setup)
     limits = Limits(problem.cycle.participation, setup.buffer_limit, setup.draws)
     best: list[Mechanism] = []
-
-    def score(mechanism: Mechanism) -> float:
-        return mechanism.score(setup.objective)
-
     for name in _QUICK if setup.steps > _LONG else (*_QUICK, *_QUICK_IF_SHORT):
         announce(name)
         priced = []
         for options in FAMILIES[name].candidates(problem.workload, limits):
             with suppress(QuellError):  # what does not go with this run is left out; independent noise always goes
                 priced.append(problem.price(name, **options))
-        best += sorted(priced, key=lambda mechanism: (not fits(setup, mechanism), score(mechanism)))[:1]
-    rows = sorted(best, key=score)
+        best += sorted(priced, key=lambda mechanism: rank(setup, mechanism, setup.objective))[:1]
+    rows = sorted(best, key=lambda mechanism: mechanism.score(setup.objective))
     return Plan(setup, tuple(rows), recommend(setup, rows))
 
 

@@ -22,16 +22,16 @@ from functools import lru_cache
 
 from quell.errors import QuellError, require_count, require_finite, require_privacy
 from quell.privacy import b_min_sep, balls_in_bins, poisson
-from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
-from quell.privacy.guarantee import Certificate, Estimate, Guarantee
-from quell.privacy.ledger import (
-    Ledger,
+from quell.privacy.accountant import (
+    Accountant,
     certificate_for,
     certified_delta,
     certified_epsilon,
     certified_sigma,
     estimate_sigma,
 )
+from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
+from quell.privacy.guarantee import Certificate, Estimate, Guarantee
 from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.sensitivity import Sensitivity, sensitivity
 from quell.strategy.structure import Strategy
@@ -63,9 +63,9 @@ def calibrate(
         moved = sensitivity(strategy, sampling.participation)
         return _gaussian(epsilon, delta, moved.value * gaussian_sigma(epsilon, delta), moved)
     _require_amplifiable(epsilon, delta)
-    ledger = _ledger(strategy, sampling)
-    sigma, certificate = certified_sigma(ledger, epsilon, delta, require_count("comparisons", comparisons), near)
-    return _guarantee(epsilon, delta, sigma, sampling, ledger, certificate)
+    accountant = _accountant(strategy, sampling)
+    sigma, certificate = certified_sigma(accountant, epsilon, delta, require_count("comparisons", comparisons), near)
+    return _guarantee(epsilon, delta, sigma, sampling, accountant, certificate)
 
 
 def epsilon(
@@ -78,9 +78,9 @@ def epsilon(
         moved = sensitivity(strategy, sampling.participation)
         return _gaussian(gaussian_epsilon(sigma / moved.value, delta), delta, sigma, moved)
     _require_amplifiable(1.0, delta)
-    ledger = _ledger(strategy, sampling)
-    found, certificate = certified_epsilon(ledger, sigma, delta, require_count("comparisons", comparisons))
-    return _guarantee(found, delta, sigma, sampling, ledger, certificate)
+    accountant = _accountant(strategy, sampling)
+    found, certificate = certified_epsilon(accountant, sigma, delta, require_count("comparisons", comparisons))
+    return _guarantee(found, delta, sigma, sampling, accountant, certificate)
 
 
 def delta(
@@ -94,9 +94,9 @@ def delta(
         moved = sensitivity(strategy, sampling.participation)
         return _gaussian(epsilon, gaussian_delta(sigma / moved.value, epsilon), sigma, moved)
     _require_amplifiable(epsilon, 0.5)
-    ledger = _ledger(strategy, sampling)
-    found, certificate = certified_delta(ledger, sigma, epsilon, require_count("comparisons", comparisons))
-    return _guarantee(epsilon, found, sigma, sampling, ledger, certificate)
+    accountant = _accountant(strategy, sampling)
+    found, certificate = certified_delta(accountant, sigma, epsilon, require_count("comparisons", comparisons))
+    return _guarantee(epsilon, found, sigma, sampling, accountant, certificate)
 
 
 def certify(
@@ -126,9 +126,9 @@ def certify(
             )
         return _gaussian(epsilon, delta, sigma, moved)
     _require_amplifiable(epsilon, delta)
-    ledger = _ledger(strategy, sampling)
-    certificate = certificate_for(ledger, sigma, epsilon, delta, require_count("comparisons", comparisons))
-    return _guarantee(epsilon, delta, sigma, sampling, ledger, certificate)
+    accountant = _accountant(strategy, sampling)
+    certificate = certificate_for(accountant, sigma, epsilon, delta, require_count("comparisons", comparisons))
+    return _guarantee(epsilon, delta, sigma, sampling, accountant, certificate)
 
 
 def estimate(strategy: Strategy, sampling: Scheme, epsilon: float, delta: float) -> Estimate:
@@ -138,19 +138,19 @@ def estimate(strategy: Strategy, sampling: Scheme, epsilon: float, delta: float)
         sigma, error = calibrate(strategy, sampling, epsilon, delta).noise_multiplier, 0.0
     else:
         _require_amplifiable(epsilon, delta)
-        sigma, error = estimate_sigma(_ledger(strategy, sampling), epsilon, delta)
+        sigma, error = estimate_sigma(_accountant(strategy, sampling), epsilon, delta)
     return Estimate(epsilon, delta, sigma, sampling.name, error)
 
 
 @lru_cache(maxsize=4)
-def _ledger(strategy: Strategy, sampling: Scheme) -> Ledger:
+def _accountant(strategy: Strategy, sampling: Scheme) -> Accountant:
     match sampling:
         case BallsInBins():
-            return balls_in_bins.ledger_of(strategy, sampling)
+            return balls_in_bins.accountant_of(strategy, sampling)
         case Poisson() | CyclicPoisson():
-            return poisson.ledger_of(strategy, sampling)
+            return poisson.accountant_of(strategy, sampling)
         case BMinSep():
-            return b_min_sep.ledger_of(strategy, sampling)
+            return b_min_sep.accountant_of(strategy, sampling)
     raise QuellError(f"no accountant prices {type(sampling).__name__}: use one of the schemes of quell.sampling")
 
 
@@ -160,14 +160,14 @@ def _gaussian(epsilon: float, delta: float, sigma: float, moved: Sensitivity) ->
 
 
 def _guarantee(
-    epsilon: float, delta: float, sigma: float, sampling: Scheme, ledger: Ledger, certificate: Certificate
+    epsilon: float, delta: float, sigma: float, sampling: Scheme, accountant: Accountant, certificate: Certificate
 ) -> Guarantee:
     return Guarantee(
         epsilon,
         delta,
         sigma,
         sampling.name,
-        ledger.sensitivity,
+        accountant.sensitivity,
         sampling.adjacency,
         certificate.method,
         (certificate.lower, certificate.upper),

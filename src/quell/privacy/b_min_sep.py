@@ -24,10 +24,10 @@ import numpy as np
 from quell._types import Array
 from quell.errors import QuellError
 from quell.privacy import balls_in_bins, importance
+from quell.privacy.accountant import Accountant
 from quell.privacy.bins import convolve, correlate, negative_slack
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Certificate
-from quell.privacy.ledger import Ledger
 from quell.privacy.tilting import Draws, Key, Proposal, Tilt, sampling_free
 from quell.sampling import BallsInBins, BMinSep
 from quell.sensitivity import Sensitivity, sensitivity
@@ -170,8 +170,8 @@ class ChainPair:
 
 
 @dataclass(frozen=True, eq=False)
-class ChainLedger:
-    """b-min-sep accounting for one strategy; see `quell.privacy.ledger.Ledger`."""
+class ChainAccountant:
+    """b-min-sep accounting for one strategy (an `Accountant`)."""
 
     strategy: ToeplitzStrategy | BandedStrategy
     sampling: BMinSep
@@ -229,12 +229,12 @@ class ChainLedger:
         return ChainPair(self.strategy, self.sampling, sigma)
 
 
-def ledger_of(strategy: Strategy, sampling: BMinSep) -> Ledger:
-    """The ledger, refused where the strategy and the scheme do not belong together."""
+def accountant_of(strategy: Strategy, sampling: BMinSep) -> Accountant:
+    """The accountant, refused where the strategy and the scheme do not belong together."""
     if strategy.steps != sampling.steps:
         raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {sampling.steps:,}")
     if sampling.rate == 1.0:  # the same law, and a tighter accountant
-        return balls_in_bins.ledger_of(strategy, BallsInBins(sampling.steps, sampling.separation))
+        return balls_in_bins.accountant_of(strategy, BallsInBins(sampling.steps, sampling.separation))
     if isinstance(strategy, TreeStrategy) or strategy.bands > sampling.separation:
         bands = strategy.steps if isinstance(strategy, TreeStrategy) else strategy.bands
         raise QuellError(
@@ -242,7 +242,7 @@ def ledger_of(strategy: Strategy, sampling: BMinSep) -> Ledger:
             f"at most {sampling.separation} bands: use balls_in_bins, which takes any C >= 0"
         )
     slack = negative_slack(strategy, sampling.participation.count)
-    return ChainLedger(_without_rounding(strategy) if slack else strategy, sampling, slack)
+    return ChainAccountant(_without_rounding(strategy) if slack else strategy, sampling, slack)
 
 
 def _without_rounding(strategy: ToeplitzStrategy | BandedStrategy) -> ToeplitzStrategy | BandedStrategy:

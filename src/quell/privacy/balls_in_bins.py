@@ -17,11 +17,11 @@ import numpy as np
 
 from quell.errors import QuellError
 from quell.privacy import importance, orthogonal
+from quell.privacy.accountant import round_up
 from quell.privacy.bin_pair import BinPair
 from quell.privacy.bins import Bins, bins_of
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Certificate
-from quell.privacy.ledger import round_up
 from quell.privacy.tilting import sampling_free
 from quell.sampling import BallsInBins
 from quell.sensitivity import Sensitivity
@@ -32,13 +32,13 @@ _ROUGH, _CAREFUL, _WIDE = 384, 1536, 1 << 22  # pilot draws per proposal, and th
 
 
 @dataclass(frozen=True, eq=False)
-class BinLedger:
-    """Balls-in-bins accounting for one strategy; see `quell.privacy.ledger.Ledger`."""
+class BinAccountant:
+    """Balls-in-bins accounting for one strategy (an `Accountant`)."""
 
     bins: Bins
 
     @classmethod
-    def of(cls, strategy: Strategy, sampling: BallsInBins) -> BinLedger:
+    def of(cls, strategy: Strategy, sampling: BallsInBins) -> BinAccountant:
         return cls(bins_of(strategy, sampling))
 
     @property
@@ -136,8 +136,8 @@ class BinLedger:
         return max(low for low, _ in both) * (1 - 1e-6), min(max(high for _, high in both), plain)
 
 
-def ledger_of(strategy: Strategy, sampling: BallsInBins) -> BinLedger:
-    """The ledger, refused where the strategy and the scheme do not belong together."""
+def accountant_of(strategy: Strategy, sampling: BallsInBins) -> BinAccountant:
+    """The accountant, refused where the strategy and the scheme do not belong together."""
     if strategy.steps != sampling.steps:
         raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {sampling.steps:,}")
-    return BinLedger.of(strategy, sampling)
+    return BinAccountant.of(strategy, sampling)

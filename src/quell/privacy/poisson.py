@@ -30,8 +30,8 @@ _ROUNDING = 1e-14  # absolute, of δ, per round
 
 
 @dataclass(frozen=True)
-class PoissonLedger:
-    """`rounds` compositions at `rate` with the largest column of norm `column`; see `quell.privacy.ledger.Ledger`."""
+class PoissonAccountant:
+    """`rounds` compositions at `rate` with the largest column of norm `column` (an `Accountant`)."""
 
     rounds: int
     rate: float
@@ -90,15 +90,15 @@ def _share(epsilon: float) -> float:
     return min(1.0, max(epsilon, 0.2))
 
 
-def ledger_of(strategy: Strategy, sampling: Poisson | CyclicPoisson) -> PoissonLedger:
-    """The ledger, refused where the strategy has more bands than the scheme has groups."""
+def accountant_of(strategy: Strategy, sampling: Poisson | CyclicPoisson) -> PoissonAccountant:
+    """The accountant, refused where the strategy has more bands than the scheme has groups."""
     if strategy.steps != sampling.steps:
         raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {sampling.steps:,}")
     bands = strategy.steps if isinstance(strategy, TreeStrategy) else strategy.bands
     if bands > sampling.groups:
         raise QuellError(f"{strategy!r} has {bands:,} bands in C, but {_valid(sampling, bands, strategy.steps)}")
     rounds = -(-sampling.steps // sampling.groups)
-    return PoissonLedger(rounds, sampling.rate, float(strategy.column_norms.max()) * (1 + 1e-12))
+    return PoissonAccountant(rounds, sampling.rate, float(strategy.column_norms.max()) * (1 + 1e-12))
 
 
 def _valid(sampling: Poisson | CyclicPoisson, bands: int, steps: int) -> str:

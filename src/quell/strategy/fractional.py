@@ -108,20 +108,6 @@ def lambda_cgd_sensitivity(lambda_: float, participation: Participation) -> floa
     return math.sqrt(squared + _geometric(lambda_**2, last) * running[-1] ** 2)
 
 
-def lambda_cgd_query_variance(lambda_: float, step: int) -> float:
-    """Squared norm of row `step` (from 1) of A·C⁻¹ for prefix sums (eq. 15): MaxSE² at the last step.
-
-    >>> lambda_cgd_query_variance(0.5, 3)
-    1.5
-    """
-    return 1.0 + (1.0 - lambda_) ** 2 * (step - 1)
-
-
-def lambda_cgd_mean_variance(lambda_: float, steps: int) -> float:
-    """Mean over the queries of `lambda_cgd_query_variance`: RMSE² per unit of noise for prefix sums (eq. 50)."""
-    return 1.0 + (1.0 - lambda_) ** 2 * (steps - 1) / 2
-
-
 def _geometric(ratio: float, terms: int) -> float:
     """1 + ratio + … + ratio^{terms−1}, stable as the ratio approaches 1."""
     if ratio <= 0.0 or ratio == 1.0:

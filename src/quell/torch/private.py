@@ -125,7 +125,13 @@ def _engine(
         )
     if clipping == "microbatch":
         return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch), PrivateOptimizer
-    from quell.torch import hooks  # Opacus
-
-    kind = hooks.FlatEngine if clipping == "flat" else hooks.GhostEngine
-    return kind(model, params, bound, loss_reduction), hooks.OpacusOptimizer
+    try:
+        from quell.torch.flat import FlatEngine
+        from quell.torch.ghost import GhostEngine
+        from quell.torch.opacus import OpacusOptimizer
+    except ImportError as missing:
+        raise QuellError(
+            "clipping='flat' and 'ghost' use Opacus: pip install -c constraints.txt '.[torch]', or take 'microbatch'"
+        ) from missing
+    kind = FlatEngine if clipping == "flat" else GhostEngine
+    return kind(model, params, bound, loss_reduction), OpacusOptimizer

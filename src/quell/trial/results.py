@@ -150,7 +150,8 @@ def write_page(recipe: Recipe, outcomes: Sequence[Outcome], path: str | Path) ->
     """One HTML file that needs no network."""
     text = io.StringIO()
     Console(width=120, file=text).print(table(outcomes))
-    page = assemble("training.html", ("charts.js", "training.js"), content(recipe, outcomes), text.getvalue())
+    scripts = ("charts.js", "training.js")
+    page = assemble("Quell training", "training.html", scripts, content(recipe, outcomes), text.getvalue())
     try:
         Path(path).write_text(page.html, encoding="utf-8")
     except OSError as problem:

@@ -10,7 +10,6 @@ function showPlan(plan) {
   chosen = again < 0 ? plan.recommended : again;
   element("plan").hidden = false;
   element("setup").textContent = plan.setup;
-  element("version").textContent = plan.version;
   fill("answer", plan.recommendation, "p");
   fill("notes", plan.notes, "li");
   element("privacy").replaceChildren();

@@ -1,6 +1,6 @@
 """What an accountant must be able to do for one strategy under one sampling scheme, and the searches over it.
 
-A `Ledger` gives δ at (σ, ε) twice: an estimate, cheap enough to search with, and a certificate. Searching with
+An `Accountant` gives δ at (σ, ε) twice: an estimate, cheap enough to search with, and a certificate. Searching with
 certificates would void them: among many tries one succeeds by luck. So the search runs on estimates and on forecasts of
 where certificates will come out, and only then a short ladder of noise levels, fixed before the certificate's draws are
 looked at, is certified from the bottom; every rung has its share of the failure probability, so that all of them
@@ -28,7 +28,7 @@ _HOPELESS = 1.05  # a forecast this far above what is allowed is hardly ever wro
 _SIGMA_SLOPE, _EPSILON_SLOPE = -20.0, -8.0  # about d ln δ/d ln σ and d ln δ/d ln ε, where nothing better is known
 
 
-class Ledger(Protocol):
+class Accountant(Protocol):
     """One strategy under one sampling scheme."""
 
     @property
@@ -58,54 +58,56 @@ class Ledger(Protocol):
         """The ε that holds without amplification."""
 
 
-def estimate_sigma(ledger: Ledger, epsilon: float, delta: float) -> tuple[float, float]:
+def estimate_sigma(accountant: Accountant, epsilon: float, delta: float) -> tuple[float, float]:
     """About the least noise that is (epsilon, delta)-DP, and the relative error of δ there."""
     return _crossing(
-        lambda sigma, careful: ledger.estimate(sigma, epsilon, careful),
-        ledger.guess(epsilon, delta),
+        lambda sigma, careful: accountant.estimate(sigma, epsilon, careful),
+        accountant.guess(epsilon, delta),
         delta,
         _SIGMA_SLOPE,
-        ledger.safe_sigma(epsilon, delta),
+        accountant.safe_sigma(epsilon, delta),
     )
 
 
 def certified_sigma(
-    ledger: Ledger, epsilon: float, delta: float, comparisons: int, near: float | None = None
+    accountant: Accountant, epsilon: float, delta: float, comparisons: int, near: float | None = None
 ) -> tuple[float, Certificate]:
     """The least noise that can be certified to be (epsilon, delta)-DP, to within the ladder's steps.
 
     Where certificates come from draws, a search over forecasts follows the estimate, so `near` can take its place.
     """
-    allowed, failure = _budget(ledger, delta, comparisons)
-    about = near if near is not None and ledger.statistical else estimate_sigma(ledger, epsilon, allowed)[0]
+    allowed, failure = _budget(accountant, delta, comparisons)
+    about = near if near is not None and accountant.statistical else estimate_sigma(accountant, epsilon, allowed)[0]
     return _certified(
-        ledger,
-        lambda sigma: ledger.forecast(sigma, epsilon, failure),
-        lambda sigma: ledger.certify(sigma, epsilon, failure),
+        accountant,
+        lambda sigma: accountant.forecast(sigma, epsilon, failure),
+        lambda sigma: accountant.certify(sigma, epsilon, failure),
         about,
-        ledger.safe_sigma(epsilon, delta),
+        accountant.safe_sigma(epsilon, delta),
         _SIGMA_SLOPE,
         delta,
     )
 
 
-def certified_epsilon(ledger: Ledger, sigma: float, delta: float, comparisons: int) -> tuple[float, Certificate]:
+def certified_epsilon(
+    accountant: Accountant, sigma: float, delta: float, comparisons: int
+) -> tuple[float, Certificate]:
     """The least ε that can be certified for this noise and delta, to within the ladder's steps."""
-    allowed, failure = _budget(ledger, delta, comparisons)
-    most = ledger.safe_epsilon(sigma, delta)
+    allowed, failure = _budget(accountant, delta, comparisons)
+    most = accountant.safe_epsilon(sigma, delta)
     if most == 0.0:
         return 0.0, _plain(delta)
     about, _ = _crossing(
-        lambda epsilon, careful: ledger.estimate(sigma, epsilon, careful),
+        lambda epsilon, careful: accountant.estimate(sigma, epsilon, careful),
         max(0.02, 0.5 * most),
         allowed,
         _EPSILON_SLOPE,
         max(most, 0.02),
     )
     return _certified(
-        ledger,
-        lambda epsilon: ledger.forecast(sigma, epsilon, failure),
-        lambda epsilon: ledger.certify(sigma, epsilon, failure),
+        accountant,
+        lambda epsilon: accountant.forecast(sigma, epsilon, failure),
+        lambda epsilon: accountant.certify(sigma, epsilon, failure),
         about,
         most,
         _EPSILON_SLOPE,
@@ -113,30 +115,34 @@ def certified_epsilon(ledger: Ledger, sigma: float, delta: float, comparisons: i
     )
 
 
-def certified_delta(ledger: Ledger, sigma: float, epsilon: float, comparisons: int) -> tuple[float, Certificate]:
+def certified_delta(
+    accountant: Accountant, sigma: float, epsilon: float, comparisons: int
+) -> tuple[float, Certificate]:
     """The least δ that can be certified for this noise and epsilon, failure probability included."""
-    if not ledger.statistical:
-        certificate = ledger.certify(sigma, epsilon, 0.0)
+    if not accountant.statistical:
+        certificate = accountant.certify(sigma, epsilon, 0.0)
         return certificate.upper, certificate
-    about, _ = ledger.estimate(sigma, epsilon, True)
+    about, _ = accountant.estimate(sigma, epsilon, True)
     failure = max(about, 1e-200) * FAILURE_SHARE
-    certificate = ledger.certify(sigma, epsilon, failure / comparisons)
+    certificate = accountant.certify(sigma, epsilon, failure / comparisons)
     if not certificate.failure:
         return min(1.0, certificate.upper), certificate
     return min(1.0, certificate.upper + failure), replace(certificate, failure=failure)
 
 
-def certificate_for(ledger: Ledger, sigma: float, epsilon: float, delta: float, comparisons: int) -> Certificate:
+def certificate_for(
+    accountant: Accountant, sigma: float, epsilon: float, delta: float, comparisons: int
+) -> Certificate:
     """The certificate that noise `sigma` is (epsilon, delta)-DP, refused where there is none.
 
     It asks for the confidence of one rung of `certified_sigma`'s ladder, so what that returns passes here, and little
     is left to gain by trying several levels of noise by hand.
     """
-    allowed, failure = _budget(ledger, delta, comparisons)
-    certificate = ledger.certify(sigma, epsilon, failure)
+    allowed, failure = _budget(accountant, delta, comparisons)
+    certificate = accountant.certify(sigma, epsilon, failure)
     if certificate.upper <= allowed:
         return _total(certificate, delta)
-    if sigma >= ledger.safe_sigma(epsilon, delta) * (1 - 1e-12):
+    if sigma >= accountant.safe_sigma(epsilon, delta) * (1 - 1e-12):
         return _plain(delta)
     raise QuellError(
         f"noise {sigma:g} is not certified to be ({epsilon:g}, {delta:g})-DP: the bound on delta is "
@@ -154,8 +160,8 @@ def round_up(value: float, digits: int = 5) -> float:
     return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.{digits}g}")
 
 
-def _budget(ledger: Ledger, delta: float, comparisons: int) -> tuple[float, float]:
-    if not ledger.statistical:
+def _budget(accountant: Accountant, delta: float, comparisons: int) -> tuple[float, float]:
+    if not accountant.statistical:
         return delta, 0.0
     return delta * (1 - FAILURE_SHARE), delta * FAILURE_SHARE / (comparisons * len(_RUNGS))
 
@@ -170,7 +176,7 @@ def _plain(delta: float) -> Certificate:
 
 
 def _certified(
-    ledger: Ledger,
+    accountant: Accountant,
     forecast: Callable[[float], float],
     certify: Callable[[float], Certificate],
     about: float,
@@ -183,15 +189,15 @@ def _certified(
     A forecast that comes out otherwise than in the search saves a certificate, and never touches its draws. Where no
     rung is certified, `most` it is.
     """
-    allowed, _ = _budget(ledger, delta, 1)
+    allowed, _ = _budget(accountant, delta, 1)
     about *= 1.0003  # beyond the tolerance of the search
-    if ledger.statistical:
+    if accountant.statistical:
         about, _ = _crossing(lambda x, _: (forecast(x), 0.0), about * 1.06 ** (-1 / slope), allowed, slope, most)
     hopeless = 0.0
     for rung in [round_up(about * (1 + step)) for step in _RUNGS]:
         if rung >= most:
             break
-        if rung < hopeless or (ledger.statistical and forecast(rung) > _HOPELESS * allowed):
+        if rung < hopeless or (accountant.statistical and forecast(rung) > _HOPELESS * allowed):
             continue
         certificate = certify(rung)
         if certificate.upper <= allowed:
@@ -203,26 +209,40 @@ def _certified(
 def _crossing(
     function: Callable[[float, bool], tuple[float, float]], start: float, goal: float, slope: float, most: float
 ) -> tuple[float, float]:
-    """Where a falling function reaches `goal`, by secants between logarithms; a rough pass, then a careful one.
+    """Where a falling function reaches `goal`, and its relative error there: a rough pass, then a careful one."""
+    x, slope, _ = secants(lambda x: function(x, False), start, goal, slope, most, 12, 0.15)
+    x, _, error = secants(lambda x: function(x, True), x, goal, slope, most, 6, 0.01)
+    return x, error
 
-    Where secants creep, as at the edge of a plateau, the bracket is halved instead.
+
+def secants(
+    function: Callable[[float], tuple[float, float]],
+    start: float,
+    goal: float,
+    slope: float,
+    most: float,
+    rounds: int,
+    close: float,
+) -> tuple[float, float, float]:
+    """Where a falling function, given with its error, reaches `goal`: by secants between logarithms, up to `most`.
+
+    A value within `close` of the goal, in logarithms, is the last; one more secant step follows it. Where secants
+    creep, as at the edge of a plateau, the bracket is halved instead. Returns the place, the slope and the error there.
     """
     x, error, top = math.log(min(start, most)), 1.0, math.log(most)
-    for careful, rounds, close in ((False, 12, 0.15), (True, 6, 0.01)):
-        low, high = -math.inf, math.inf  # the careful function may disagree with the rough one's bracket
-        last: tuple[float, float] | None = None
-        for turn in range(rounds):
-            value, error = function(math.exp(x), careful)
-            gap = math.log(max(value, 1e-290) / goal)
-            low, high = (x, high) if gap > 0 else (low, x)
-            if last is not None and abs(x - last[0]) > 1e-9:
-                measured = (gap - last[1]) / (x - last[0])
-                slope = measured if measured < -0.5 else slope
-            last = x, gap
-            wanted = min(x + min(max(-gap / slope, -1.5), 1.5), top)
-            if abs(gap) < close or high - low < 1e-4 or x == wanted == top:
-                x = wanted
-                break
-            halve = math.isfinite(high - low) and (turn > 5 or not low < wanted < high)
-            x = 0.5 * (low + high) if halve else wanted
-    return math.exp(x), error
+    low, high = -math.inf, math.inf
+    last: tuple[float, float] | None = None
+    for turn in range(rounds):
+        value, error = function(math.exp(x))
+        gap = math.log(max(value, 1e-290) / goal)
+        low, high = (x, high) if gap > 0 else (low, x)
+        if last is not None and abs(x - last[0]) > 1e-9:
+            slope = min((gap - last[1]) / (x - last[0]), -2.0)  # flatter is a plateau, or noise
+        last = x, gap
+        wanted = min(x + min(max(-gap / slope, -1.5), 1.5), top)
+        if abs(gap) < close or high - low < 1e-4 or x == wanted == top:
+            x = wanted
+            break
+        halve = math.isfinite(high - low) and (turn > 5 or not low < wanted < high)
+        x = 0.5 * (low + high) if halve else wanted
+    return math.exp(x), slope, error

@@ -1,0 +1,131 @@
+"""The norm of every example's gradient in every layer, by Opacus's hooks: what `clipping="ghost"` clips by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleHooks
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleHooksFastGradientClipping
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import GradSampleHooksFastGradientClippingFSDP
+from torch import Tensor, nn
+
+from quell.errors import QuellError
+from quell.torch.norms import convolution_norms, embedding_norms, linear_norms
+from quell.torch.opacus import NOT_TRAINING
+
+TIED = (
+    "clipping='ghost' cannot take the norm of a parameter that is used more than once per example, or again by "
+    "checkpoint(use_reentrant=False); use clipping='microbatch' or 'flat'"
+)
+
+
+class _Full32:
+    """What Opacus's hooks for norms do not look at.
+
+    They look away in eval mode, and stumble over the backward pass. Norms in bfloat16 are off by up to a percent, so
+    there they are refused: the clip norm is a privacy bound.
+    """
+
+    _module: nn.Module
+
+    def capture_activations_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        try:
+            super().capture_activations_hook(module, inputs, output)  # type: ignore[misc]
+        except NotImplementedError:
+            raise QuellError(f"a {type(module).__name__} layer was run twice: {TIED}") from None
+
+    def rearrange_grad_samples(self, *, module: nn.Module, backprops: Tensor, **options: Any) -> Any:
+        if not getattr(module, "activations", None):
+            raise QuellError(NOT_TRAINING.format(type(module).__name__))
+        activations, backprops = super().rearrange_grad_samples(  # type: ignore[misc]
+            module=module, backprops=backprops, **options
+        )
+        for tensor in (*activations, backprops):
+            if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
+                raise QuellError(
+                    f"{type(module).__name__} works in {tensor.dtype}, too coarse for the norms of clipping='ghost': "
+                    "use clipping='flat' or 'microbatch' with mixed precision, or float32"
+                )
+        return activations, backprops
+
+    def forget_activations(self) -> None:
+        for module in self._module.modules():
+            module.__dict__.pop("max_batch_len", None)
+            if hasattr(module, "activations"):
+                module.activations.clear()
+
+
+def _whole_convolution_norms(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    sampler = GradSampleHooks.GRAD_SAMPLERS[nn.Conv2d]
+    return convolution_norms(layer, sampler(layer, activations, backprops), activations[0], backprops)
+
+
+_SAMPLERS = {
+    nn.Linear: linear_norms,
+    nn.Embedding: embedding_norms,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _whole_convolution_norms),
+}
+
+
+class Norms(_Full32, GradSampleHooksFastGradientClipping):
+    """Norms, kept on the parameters."""
+
+    NORM_SAMPLERS = _SAMPLERS
+
+    def label(self, name: str, parameter: Any) -> int:
+        return id(parameter)
+
+    def forget_norms(self) -> None:
+        for parameter in self._module.parameters():
+            parameter._norm_sample = None
+
+    def forget_activations(self) -> None:
+        super().forget_activations()
+        for parameter in self._module.parameters():
+            parameter._forward_counter = 0
+            parameter.grad_sample = None
+            parameter.__dict__.pop("_current_grad_sample", None)
+
+    def norms(self, examples: int, device: torch.device) -> tuple[Tensor, set[int]]:
+        """(examples, 2) bound and value of the norm over all parameters that were measured, and which those are."""
+        found = {id(p): p._norm_sample for p in self._module.parameters() if p._norm_sample is not None}
+        return _combined(found.values(), examples, device), set(found)
+
+
+class ShardedNorms(_Full32, GradSampleHooksFastGradientClippingFSDP):
+    """Norms under FSDP, kept on the modules, because parameters come and go."""
+
+    NORM_SAMPLERS = _SAMPLERS
+
+    def label(self, name: str, parameter: Any) -> int:
+        owner = self._module.get_submodule(name.rpartition(".")[0])
+        return id(owner)
+
+    def forget_norms(self) -> None:
+        for module in self._module.modules():
+            module.__dict__.pop("norm_sample", None)
+
+    def forget_activations(self) -> None:
+        super().forget_activations()
+        for module in self._module.modules():
+            if hasattr(module, "_forward_counter"):
+                module._forward_counter = 0
+
+    def norms(self, examples: int, device: torch.device) -> tuple[Tensor, set[int]]:
+        owners = [module for module in self._module.modules() if "norm_sample" in module.__dict__]
+        found = [norm for module in owners for norm in module.norm_sample]
+        return _combined(found, examples, device), {id(module) for module in owners}
+
+
+def _combined(norms: Any, examples: int, device: torch.device) -> Tensor:
+    """(examples, 2) bound and value of the norm over all layers."""
+    kept = [norm.float().to(device) for norm in norms]
+    if not examples or not kept:
+        return torch.zeros(examples, 2, device=device)
+    if any(len(norm) != examples for norm in kept):
+        raise QuellError(
+            f"the layers saw {sorted({len(norm) for norm in kept})} examples and the output has {examples} rows: "
+            "clipping='ghost' needs one row of output per example"
+        )
+    return torch.linalg.vector_norm(torch.stack([norm.reshape(examples, -1).expand(-1, 2) for norm in kept]), dim=0)
