@@ -138,12 +138,12 @@ def _least_noise(
 ) -> float:
     """Where δ falls to `delta`, rounded up to five digits."""
     start, most = near or accountant.guess(epsilon, delta), accountant.safe_sigma(epsilon, delta)
-    sigma, _, _ = secants(lambda x: (function(x), 0.0), start, delta, _steepness(epsilon, delta), most, 12, _CLOSE)
+    sigma, _, _ = secants(lambda x: (function(x), 0.0), start, delta, steepness(epsilon, delta), most, 12, _CLOSE)
     return round_up(sigma)
 
 
 @lru_cache(maxsize=64)
-def _steepness(epsilon: float, delta: float) -> float:
+def steepness(epsilon: float, delta: float) -> float:
     """d ln δ/d ln σ of the Gaussian mechanism: about right for all, until it is measured."""
     sigma = gaussian_sigma(epsilon, delta)
     return math.log(gaussian_delta(1.02 * sigma, epsilon) / gaussian_delta(sigma, epsilon)) / math.log(1.02)

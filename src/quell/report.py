@@ -22,7 +22,7 @@ from quell.questions import Choice, changes
 from quell.sampling import Cyclic
 from quell.search import pareto
 from quell.strategy import FAMILIES
-from quell.strategy.family import HORIZON, known_as
+from quell.strategy.family import DIVERGENCE, HORIZON, known_as
 from quell.verification import Check
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _noise(mechanism: Mechanism) -> str:
 
 def label(mechanism: Mechanism) -> str:
     """Family and parameters, short enough for a table."""
-    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", HORIZON: "h"}
+    symbols = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", HORIZON: "h", DIVERGENCE: "R"}
     parameters = mechanism.strategy.parameters
     shown = {name: value for name, value in parameters.items() if name in symbols and (name, value) != ("lambda", 1.0)}
     settings = [

@@ -23,13 +23,13 @@ import numpy as np
 
 from quell.errors import QuellError
 from quell.mechanism import MOST_BINS, Mechanism, Problem
-from quell.privacy import Estimate
+from quell.privacy import Estimate, gaussian_sigma
 from quell.progress import announce
-from quell.quick import least
+from quell.quick import least, steepness
 from quell.sampling import BallsInBins, Cyclic, scheme_names
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Limits, Parameter, Strategy, build
-from quell.strategy.family import HORIZON
+from quell.strategy.family import DIVERGENCE, HORIZON, MOST_DIVERGENCE
 from quell.strategy.fractional import best_lambda
 
 Progress = Callable[[int, int, str], None]
@@ -40,9 +40,11 @@ _LOOK_AHEAD = 16  # buffers that are looked at beyond a smaller limit: what woul
 _POINTS = 20  # values on a continuous line
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _UNAMPLIFIED = ("tree", "dense", "diagonal", "band")  # baselines, and one whose Gram matrix takes seconds
-_FADING = {"band_inv": 2, "band_toeplitz": 16}  # shaped for horizons as well, with at least so many bands
+_SHAPED = {"band_inv": 2, "band_toeplitz": 16}  # for amplification and horizons as well, with at least so many bands
+_DIVERGENCES = np.geomspace(1 / 8, 4, 11)  # that are tried, in those of the Gaussian mechanism with the same promise
 _SHORTEST, _LONGEST = 8.0, 4.0  # the horizons that are tried, in steps and in runs
-_CLOSE, _FINALISTS, _EFFORT = 1.02, 4, 8  # how close to the best, how many, and how many more draws for those
+_CLOSE, _FINALISTS = 1.02, 4  # how close to the best, and how many of those are looked at again
+_ROUGH, _FINE = 0.1, 0.0015  # relative error of δ in first estimates, and of σ in those of finalists
 _MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies are amplified
 
 
@@ -90,11 +92,12 @@ class Search:
         """Estimate those that could be the best more carefully: the first estimates are a percent off."""
         fitting = [(m.score(objective), key) for key, m in self.seen.items() if m and self.setup.fits(m)]
         close = sorted(entry for entry in fitting if entry[0] < _CLOSE * min(fitting)[0])
+        effort = math.ceil((_ROUGH / (_FINE * steepness(self.setup.epsilon, self.setup.delta))) ** 2)
         for _, key in close[:_FINALISTS] if len(close) > 1 else ():
             mechanism = self.seen[key]
             if mechanism is not None and isinstance(mechanism.claim, Estimate) and mechanism.claim.relative_error:
                 near = mechanism.noise_multiplier
-                self.seen[key] = self.problem.estimated(mechanism.strategy, key[2], near, _EFFORT)
+                self.seen[key] = self.problem.estimated(mechanism.strategy, key[2], near, effort)
 
     def show_ruled_out(self, objective: str) -> None:
         """Estimate the most promising one of every family that only had bounds under amplification, for the table."""
@@ -271,20 +274,28 @@ def _lines(problem: Problem, within: Limits, beyond: Limits) -> Iterator[tuple[s
 
 
 def _less_cancelling(problem: Problem, limits: Limits) -> Iterator[tuple[str, list[Parameters]]]:
-    """Optimised families, shaped for plain sums that fade.
+    """Optimised families, shaped for amplification or for plain sums that fade.
 
     What is optimal without amplification cancels too much for amplified RMSE, and for training; with momentum more so.
-    The optimum for sums that fade cancels less; it is as good a strategy as any, and priced for the true workload.
+    The optimum for sums that fade cancels less, and that for the noise which amplification leaves just as much as pays;
+    they are as good strategies as any, and priced for the true workload and sampling.
     """
+    bands = {name: max((int(each["bands"]) for each in FAMILIES[name].grid(limits)), default=0) for name in _SHAPED}
+    sizes = {"blt": {"buffers": int(min(limits.buffers, 2))}, **{name: {"bands": most} for name, most in bands.items()}}
+    plain = problem.sampling == Cyclic.name
+    gaussian = 1.0 / gaussian_sigma(problem.epsilon, problem.delta) ** 2  # its Rényi divergence of order 2
+    divergences = sorted({float(f"{min(gaussian * factor, MOST_DIVERGENCE):.3g}") for factor in _DIVERGENCES})
     longest = _LONGEST * problem.workload.steps
     halves = range(max(1, math.ceil(2 * math.log2(longest / _SHORTEST))))
     horizons = sorted({round(longest / 2 ** (half / 2)) for half in halves})
-    bands = {name: max((int(each["bands"]) for each in FAMILIES[name].grid(limits)), default=0) for name in _FADING}
-    sizes = {"blt": {"buffers": int(min(limits.buffers, 2))}, **{name: {"bands": most} for name, most in bands.items()}}
     for family, size in sizes.items():
-        if max(size.values()) >= _FADING.get(family, 1):
-            normalise = FAMILIES[family].normalisable and problem.sampling == Cyclic.name  # amplified it gains little
-            yield family, [{**size, HORIZON: h, "column_normalise": normalise} for h in horizons]
+        if max(size.values()) < _SHAPED.get(family, 1):
+            continue
+        normalise = FAMILIES[family].normalisable and plain  # amplified it gains little
+        shape = {**size, "column_normalise": normalise}
+        if family in _SHAPED and not plain:
+            yield family, [{**shape, DIVERGENCE: divergence} for divergence in divergences]
+        yield family, [{**shape, HORIZON: horizon} for horizon in horizons]
 
 
 def _ticks(progress: Progress | None, total: int) -> Callable[[str], None]:

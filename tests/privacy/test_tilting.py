@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import combinations, combinations_with_replacement
 
 import numpy as np
 import pytest
@@ -50,14 +51,14 @@ def chain_pair(sigma=2.0, n=12, b=3, rate=0.4):
 
 
 def enumerated_constant(pair, tilt):
-    """Z = E A over all tuples: the mean of exp⟨m_i, m_j⟩/σ² over pairs, the first pattern θ times."""
+    """Z = E A over all tuples: the mean of exp⟨m_i, m_j⟩/σ² over pairs, the first pattern θ times, extras in any order."""
     gram = pair.bins.table / pair.sigma**2
-    size = 1 + tilt.extra
-    tuples = np.stack(np.meshgrid(*[np.arange(len(gram))] * size, indexing="ij"), axis=-1).reshape(-1, size)
-    times = [tilt.theta] + [1.0] * tilt.extra
-    return np.mean(
-        np.exp(sum(times[i] * times[j] * gram[tuples[:, i], tuples[:, j]] for i in range(size) for j in range(i)))
-    )
+    b, total = len(gram), 0.0
+    for extras in combinations_with_replacement(range(b), tilt.extra):
+        orders = math.factorial(tilt.extra) // math.prod(math.factorial(extras.count(each)) for each in set(extras))
+        among = sum(gram[x, y] for x, y in combinations(extras, 2))
+        total += orders * np.exp(among + tilt.theta * gram[:, list(extras)].sum(axis=1)).sum()
+    return total / b ** (1 + tilt.extra)
 
 
 def mean_weight(pair, proposals, power, draws=60_000, log_constants=None):

@@ -34,7 +34,7 @@ _SETTLED = 1e-9  # transient left at the horizon, relative: it decays further, a
 _NEGLIGIBLE = 1e-16
 _VANISHED = 1e-9  # size of c at the horizon, relative: its square is what is left out
 _ITERATIONS, _IMPROVEMENT = 3000, 1e-9
-_LEAST_START = 1e-12
+_LEAST_START, _ROUGHLY = 1e-12, 1e-7  # for energies that are about right themselves
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ def minimise_quotient(
     if energy is squared_norm:
         return _minimise_log(loss, decoder, start[1:], _all_but_first, on_iteration)
     logs = np.log(np.maximum(start[1:], _LEAST_START))
-    return _minimise_log(loss, decoder, logs, _positive, on_iteration)
+    return _minimise_log(loss, decoder, logs, _positive, on_iteration, _ROUGHLY)
 
 
 def minimise_product(
@@ -241,6 +241,7 @@ def _minimise_log(
     free: Array,
     expand: Callable[[Array], tuple[Array, Callable[[Array], Array]]],
     on_iteration: Callable[[Convergence], None] | None,
+    improvement: float = _IMPROVEMENT,
 ) -> tuple[Array, Convergence]:
     """Minimise the logarithm of a loss of the coefficients `expand`ed from free parameters.
 
@@ -267,7 +268,7 @@ def _minimise_log(
                 free,
                 history=20,
                 max_iterations=_ITERATIONS,
-                improvement_tolerance=_IMPROVEMENT,
+                improvement_tolerance=improvement,
                 on_iteration=on_iteration,
             )
             if how.converged or not met_the_edge:

@@ -103,17 +103,18 @@ class BinPair:
         tuples[0] = random.integers(0, b, count)
         if not tilt.extra:
             return tuples, log_weight
-        lifted = self.bins.rows(tuples[0]) * (tilt.theta / self.sigma**2)
+        in_block = math.isqrt(b - 1) + 1
+        blocks = np.zeros((count, -(-b // in_block), in_block))  # zeros after the last bin
+        lifted = blocks.reshape(count, -1)[:, :b]
+        np.multiply(self.bins.rows(tuples[0]), tilt.theta / self.sigma**2, out=lifted)
         log_total = lifted.max(axis=1)
         lifted -= log_total[:, None]
         np.exp(lifted, out=lifted)
         for i in range(1, 1 + tilt.extra):
-            running = np.cumsum(lifted, axis=1)
-            total = running[:, -1]
+            total, picked = _pick(blocks, random.random(count))
+            tuples[i] = np.minimum(picked, b - 1)
             log_total += np.log(total)
             log_weight += log_total - math.log(b)
-            place = random.random(count) * total
-            tuples[i] = (running >= place[:, None]).argmax(axis=1)
             if i < tilt.extra:
                 lifted *= self._lifts.rows(tuples[i])
                 lifted *= 1.0 / total[:, None]
@@ -130,6 +131,23 @@ class BinPair:
             kept.append(accepted)
             found += accepted.shape[1]
         return np.concatenate(kept, axis=1)[:, :count], np.zeros(count)
+
+
+def _pick(blocks: Array, shares: Array) -> tuple[Array, NDArray[np.int64]]:
+    """The sum of every row, and where its running sum reaches a share of that: first the block, then the place in it.
+
+    Blocks are added up in one pass, where a running sum over whole rows would wait for every addition.
+    """
+    rows, size = np.arange(len(blocks)), blocks.shape[2]
+    by_block = np.cumsum(blocks.sum(axis=2), axis=1)
+    total = by_block[:, -1]
+    goal = shares * total
+    block = (by_block >= goal[:, None]).argmax(axis=1)
+    goal -= np.where(block > 0, by_block[rows, block - 1], 0.0)
+    within = np.cumsum(blocks[rows, block], axis=1)
+    reached = within >= goal[:, None]
+    reached[:, -1] |= ~reached.any(axis=1)  # rounding: the two sums may differ in their last bits
+    return total, block * size + reached.argmax(axis=1)
 
 
 def _log_mean_exp(values: Array) -> Array:

@@ -52,6 +52,7 @@ _SEED = 0x5175656C6C  # fixed and public: an accountant's draws hide nothing
 _PILOT, _CERTIFICATE, _CONSTANT = 1, 2, 3
 _CHUNK = {_PILOT: 1 << 20, _CERTIFICATE: 1 << 16, _CONSTANT: 1 << 16}  # numbers: the many fit a core's cache
 _SLACK = 0.05  # relative width of a certificate worth paying for; with that of Z̄, 6% of δ, about 0.3% of σ
+_SLACKS, _CHEAP, _PLENTY = (0.025, _SLACK), 2.0**27, 3 << 17  # a finer one where few numbers and draws buy it
 _LEAST, _MOST = 1 << 14, 1 << 20  # draws
 _WORK = 2.0**28  # numbers that one certificate may draw; more only where a draw has more than 512
 _CONSTANT_SLACK, _CONSTANT_FAILURE = 0.01, 0.1  # wanted width of Z̄; part of the failure probability for all of them
@@ -132,8 +133,7 @@ def scout(pair: Pair, epsilon: float, failure: float, size: int) -> Scouted:
     pilots = [pilot(pair, "remove", epsilon, size, failure)]
     if free["add"] > 1e-3 * pilots[0].estimate:
         pilots.append(pilot(pair, "add", epsilon, size, failure))
-    top = max(each.estimate for each in pilots)
-    draws = [_draws(pair, each, failure, top) for each in pilots]
+    draws = _draws(pair, pilots, failure)
     expected = [
         (1 + _CONSTANT_SLACK) * each.mixture.mean
         + expected_excess(count, each.mixture.variance, each.mixture.most, failure)
@@ -158,12 +158,28 @@ def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Cer
     return Certificate(lower, min(upper, scouted.free), method, failure, scouted.free)
 
 
-def _draws(pair: Pair, scouted: Pilot, failure: float, top: float) -> int:
+def _draws(pair: Pair, pilots: list[Pilot], failure: float) -> list[int]:
+    """How many draws the certificate of each direction should take: for the finest width that is cheap, or for 5%."""
+    top = max(each.estimate for each in pilots)
+    if top == 0.0:
+        return [0] * len(pilots)
+    counts = []
+    for slack in _SLACKS:
+        counts = [_draws_for(slack, pair, each, failure, top) for each in pilots]
+        numbers = sum(
+            n * pair.width * each.mixture.price for n, each in zip(counts, pilots, strict=True) if each.mixture
+        )
+        if numbers <= _CHEAP and sum(counts) <= _PLENTY:
+            break
+    return counts
+
+
+def _draws_for(slack: float, pair: Pair, scouted: Pilot, failure: float, top: float) -> int:
     mixture = scouted.mixture
-    if mixture is None or top == 0.0:
+    if mixture is None:
         return 0
     # The direction with the smaller δ may be bounded generously: only the larger of the two is reported.
-    excess = max(_SLACK * top, 0.5 * (top - scouted.estimate), 0.8 * top - 2.0 * scouted.estimate)
+    excess = max(slack * top, 0.5 * (top - scouted.estimate), 0.8 * top - 2.0 * scouted.estimate)
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
     affordable = _WORK / (min(pair.width, 512) * mixture.price)
     return int(max(_LEAST, min(wanted, affordable, _MOST)))

@@ -10,7 +10,7 @@ from quell._types import Array
 from quell.errors import QuellError, require_count, require_finite
 from quell.sampling import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
-from quell.strategy.family import DIVERGENCE, HORIZON, Family
+from quell.strategy.family import DIVERGENCE, HORIZON, MOST_DIVERGENCE, Family
 from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy
 from quell.workload import Workload, forgetting, sgd
 
@@ -88,7 +88,6 @@ def find(name: str) -> Family:
     return family
 
 
-_LARGEST_DIVERGENCE = 100.0  # nobody's privacy, and far beyond where amplification shapes anything
 _EXAMPLES = {"bands": "bands=16", "lambda": "lambda=0.95", "gamma": "gamma=0.5"}
 
 
@@ -103,8 +102,8 @@ def _checked(family: Family, name: str, value: Parameter) -> Parameter:
         return require_count(name, value, least=0 if name == "buffers" else 1)
     number = require_finite(name, value)
     if name == DIVERGENCE:
-        if not 0 < number <= _LARGEST_DIVERGENCE:
-            raise QuellError(f"divergence={number:g} must be positive and at most {_LARGEST_DIVERGENCE:g}")
+        if not 0 < number <= MOST_DIVERGENCE:
+            raise QuellError(f"divergence={number:g} must be positive and at most {MOST_DIVERGENCE:g}")
         return number
     if not 0 <= number <= 1:
         raise QuellError(f"{name}={number:g} must lie between 0 (independent noise, DP-SGD) and 1")
