@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from common import PLANS, RESULTS, Entry, Results, read_json
-from plans import PAPER, PEERS, PLANNED, plan_name
+from plans import MORE, PAPER, PEERS, PLANNED, plan_name
 from training import Job, load, run_all
 
 SEEDS = (1, 2, 3)
@@ -65,7 +65,7 @@ def explore_jobs() -> list[Job]:
 
 Setting = tuple[str, float, str]  # label, ε, sampling
 SETTINGS: list[Setting] = [
-    (PLANNED, 9.0, "balls_in_bins"),
+    *((label, 9.0, "balls_in_bins") for label in (PLANNED, *MORE)),
     *((label, 9.0, sampling) for sampling, choices in PEERS.items() for label in choices),
     *((label, 9.0, sampling) for sampling in SAMPLINGS for label in PAPER),
 ]

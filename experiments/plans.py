@@ -71,6 +71,7 @@ STUDY = {
 }
 # What those who use the peers' libraries would run: the sampling that amplifies their mechanism best.
 PEERS = {"poisson": {"DP-SGD": PAPER["DP-SGD"]}, "cyclic_poisson": {"BandMF p=16": STUDY["BandMF p=16"]}}
+MORE = {"fractional p=16, γ=0.65": Choice("fractional", {"bands": 16, "gamma": 0.65})}  # an earlier planner's choice
 PLANNED = "planner's choice"
 TEXT = {"DP-SGD": PAPER["DP-SGD"], "BISR p=4": PAPER["BISR p=4"], "λCGD 0.9": STUDY["λCGD 0.9"]}
 LAMBDAS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -128,6 +129,7 @@ def main() -> None:
     extend("cifar10", CIFAR10, PAPER, (9.0,), both)
     for sampling, choices in PEERS.items():
         extend("cifar10", CIFAR10, choices, (9.0,), (sampling,))
+    extend("cifar10", CIFAR10, MORE, (9.0,), ("balls_in_bins",))
     extend("cifar10", CIFAR10, {PLANNED: planned(CIFAR10, 9.0)}, (9.0,), ("balls_in_bins",))
     extend("predictors", CIFAR10, STUDY, (9.0, 1.0), ("balls_in_bins",))
     extend("lambda_sweep", CIFAR10, SWEEP, (8.0, 1.0), both)

@@ -51,7 +51,7 @@ def chain_pair(sigma=2.0, n=12, b=3, rate=0.4):
 
 
 def enumerated_constant(pair, tilt):
-    """Z = E A over all tuples: the mean of exp⟨m_i, m_j⟩/σ² over pairs, the first pattern θ times, extras in any order."""
+    """Z = E A over all tuples: the mean of exp⟨m_i, m_j⟩/σ² over pairs, the first pattern θ times."""
     gram = pair.bins.table / pair.sigma**2
     b, total = len(gram), 0.0
     for extras in combinations_with_replacement(range(b), tilt.extra):
