@@ -339,7 +339,7 @@ def goals(report: Report, results: dict[str, Any], ratio: float | None) -> None:
         judge("300 tensors / one flat tensor", ratio, 2.0)
 
 
-SETTINGS = {  # (SPAN, PART, REGISTERS): more per program, wider vectors, more or fewer warps at a time
+SETTINGS = {  # Knobs(span, part, registers): more per program, wider vectors, more or fewer warps at a time
     "philox": ((2048, 256, 64), (1024, 256, 64), (4096, 256, 64), (2048, 256, 80), (2048, 512, 96), (2048, 512, 128)),
     "chacha20": ((1024, 512, 80), (2048, 512, 80), (1024, 512, 96)),
 }
@@ -349,14 +349,12 @@ def tune(report: Report, size: int = 10**8) -> None:
     """Other launch settings: what to write at the top of triton_kernels.py."""
     names = ("independent", "λCGD", "ring b=16")
     report.say(f"\n## Tuning, {size:,} parameters, ms; a copy takes {baselines(size)['copy']:.4g}\n")
-    report.say(f"| generator | SPAN | PART | REGISTERS | {' | '.join(names)} |")
+    report.say(f"| generator | span | part | registers | {' | '.join(names)} |")
     report.say("|---|---|---|---|---|---|---|")
-    knobs = (triton_kernels.SPAN, triton_kernels.PART, triton_kernels.REGISTERS)
     for generator, settings in SETTINGS.items():
-        kept = [knob[generator] for knob in knobs]
+        kept = triton_kernels.KNOBS[generator]
         for setting in settings:
-            for knob, value in zip(knobs, setting, strict=True):
-                knob[generator] = value
+            triton_kernels.KNOBS[generator] = triton_kernels.Knobs(*setting)
 
             def measure(generator: str = generator) -> list[float]:
                 return [time_noise(CASES[n], generator, [torch.zeros(size, device=DEVICE)])[0] for n in names]
@@ -366,8 +364,7 @@ def tune(report: Report, size: int = 10**8) -> None:
                 report.say(
                     f"| {generator} | {' | '.join(map(str, setting))} | {' | '.join(f'{ms:.4g}' for ms in found)} |"
                 )
-        for knob, value in zip(knobs, kept, strict=True):
-            knob[generator] = value
+        triton_kernels.KNOBS[generator] = kept
 
 
 def header(report: Report) -> None:

@@ -39,7 +39,8 @@ SHARDS = (Shard(0, 1000, 700), Shard(3, 0, 0), Shard(5, 2**40 + 5, 33), Shard(2,
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter pays per operation: smaller programs for the same operations."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(triton_kernels, "SPAN", {"chacha20": 1024, "philox": 512})  # two parts
+        philox = triton_kernels.KNOBS["philox"]._replace(span=512)  # two parts
+        monkeypatch.setitem(triton_kernels.KNOBS, "philox", philox)
 
 
 def _gradients(dtype: Any = torch.float32) -> list[Any]:
@@ -106,15 +107,37 @@ def test_draws_equal_the_reference(generator: str, seeded: Seeded) -> None:
 )
 def test_recurrences_equal_the_cpu_engine(case: str, generator: str, seeded: Seeded) -> None:
     recipe = spec(case, 1.7).recipe()
-    shards, key = (Shard(0, 1000, 90),), seeded(42)
+    shards, key = (Shard(0, 500, 524),), seeded(42)  # begins inside a part, then whole ones
     cpu, gpu = CpuEngine(recipe, generator, key, shards, 1), GpuEngine(recipe, generator, key, shards, DEVICE)
     for _ in range(5):
-        a, b = torch.full((90,), 0.5), torch.full((90,), 0.5, device=DEVICE)
+        a, b = torch.full((524,), 0.5), torch.full((524,), 0.5, device=DEVICE)
         cpu.add([a])
         gpu.add([b])
         torch.testing.assert_close(a, b.cpu(), rtol=1e-6, atol=2e-6)
     for kept, expected in zip(gpu.export(), cpu.export(), strict=True):
         np.testing.assert_allclose(kept.numpy(), expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_what_is_loaded_ahead_changes_no_bit(ahead: int, seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows than the ring keeps, and all of them."""
+    recipe, shards, key = spec("band").recipe(), (Shard(0, 500, 524),), seeded(47)
+    assert recipe.buffers == 3
+    plain = GpuEngine(recipe, "philox", key, shards, DEVICE)
+    monkeypatch.setitem(triton_kernels.RING_KNOBS, "philox", {3: triton_kernels.Knobs(512, 256, 64, ahead)})
+    early = GpuEngine(recipe, "philox", key, shards, DEVICE)
+    for _ in range(4):
+        a, b = torch.full((524,), 0.5, device=DEVICE), torch.full((524,), 0.5, device=DEVICE)
+        plain.add([a])
+        early.add([b])
+        assert torch.equal(a, b)
+
+
+def test_rings_with_few_rows_have_knobs_of_their_own() -> None:
+    ring = triton_kernels.knobs("chacha20", "ring", 2)
+    assert ring.ahead == 2  # no more than are kept
+    for kind, buffers in [("regenerate", 0), ("exponentials", 2), ("fenwick", 2), ("ring", 1000)]:
+        assert triton_kernels.knobs("chacha20", kind, buffers) == triton_kernels.KNOBS["chacha20"]
 
 
 def test_buffered_equals_regenerated(seeded: Seeded) -> None:

@@ -51,7 +51,7 @@ class GpuEngine:
     ) -> None:
         self.recipe, self.shards, self.device = recipe, shards, device
         self._generator = generator
-        self._span = kernels.SPAN[generator]  # elements per program
+        self._knobs = kernels.knobs(generator, recipe.kind, recipe.buffers)
         self._known_step, self._graphs = 0, False  # once a graph was captured, only the device knows the step
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._key = self._upload(
@@ -153,7 +153,7 @@ class GpuEngine:
             self._start(kernels.regenerate, launch, (*scales, self._taps, recipe.taps.shape[1]))
         elif recipe.kind == "ring":
             arguments = (*scales, self._taps, len(recipe.taps), *kept)
-            self._start(kernels.ring, launch, arguments, KEEP_DRAW=recipe.keep_draw)
+            self._start(kernels.ring, launch, arguments, KEEP_DRAW=recipe.keep_draw, AHEAD=self._knobs.ahead)
         elif recipe.kind == "exponentials":
             self._start(kernels.exponentials, launch, (*scales, self._taps, *kept))
         else:
@@ -170,10 +170,10 @@ class GpuEngine:
                 CHACHA=self._generator == "chacha20",
                 DTYPE=DTYPES[launch.dtype],
                 WORDS=WORDS[self._generator],
-                SPAN=self._span,
-                PART=kernels.PART[self._generator],
+                SPAN=self._knobs.span,
+                PART=self._knobs.part,
                 num_warps=1,
-                maxnreg=kernels.REGISTERS[self._generator],
+                maxnreg=self._knobs.registers,
                 enable_fp_fusion=False,  # products and sums round one by one, as on the CPU
                 **options,
             )
@@ -186,8 +186,8 @@ class GpuEngine:
             if not members:
                 continue
             shards = [self.shards[i] for i in members]
-            firsts = [shard.offset // self._span for shard in shards]
-            counts = [-(-shard.stop // self._span) - first for shard, first in zip(shards, firsts, strict=True)]
+            firsts = [shard.offset // self._knobs.span for shard in shards]
+            counts = [-(-shard.stop // self._knobs.span) - first for shard, first in zip(shards, firsts, strict=True)]
             starts = list(accumulate(counts, initial=0))[:-1]
             key_words = 2 if self._generator == "philox" else 0  # per tensor; ChaCha20 has one key for all
             table = np.array(

@@ -7,20 +7,44 @@ vectors. The step is read from device memory, so a captured CUDA graph replays t
 step the scale is NaN, which no one can mistake for noise.
 
 Tuning knobs are at the top; they change speed only, never the numbers. Few registers per thread let many warps hide
-each other's waiting; at these limits Philox spills nothing to memory, ChaCha20 a few values outside its rounds.
+each other's waiting; at these limits Philox spills nothing to memory, ChaCha20 a few values outside its rounds. A ring
+with few rows can load them all before it makes the draw, which then hides their way from memory; that takes registers
+for each row, so fewer warps.
 """
 
 # mypy: ignore-errors
 # The compiler infers the types.
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from quell.noise.triton_random import LANES, load_key, normals
 
-SPAN = {"chacha20": 1024, "philox": 2048}  # elements per program; powers of 2, as are these:
-PART = {"chacha20": 512, "philox": 256}  # elements at a time
-REGISTERS = {"chacha20": 80, "philox": 64}  # the most a thread may take
+
+class Knobs(NamedTuple):
+    """How a kernel is launched. Each quarter of a processor runs 16,384 // (32·registers) warps at a time."""
+
+    span: int  # elements per program; a power of 2, as is this:
+    part: int  # elements at a time
+    registers: int  # the most a thread may take, a multiple of 8
+    ahead: int = 0  # how many kept rows a ring loads, with the gradient, before it makes the draw
+
+
+KNOBS = {"chacha20": Knobs(1024, 512, 80), "philox": Knobs(2048, 256, 64)}
+RING_KNOBS = {  # for rings that keep at most so many rows, smallest first; others take theirs from above
+    "chacha20": {3: Knobs(1024, 512, 128, ahead=3)},
+    "philox": {},
+}
+
+
+def knobs(generator: str, kind: str, buffers: int) -> Knobs:
+    """The settings for a kernel of this kind; no more is loaded ahead than is kept."""
+    few = (found for most, found in RING_KNOBS[generator].items() if kind == "ring" and buffers <= most)
+    chosen = next(few, KNOBS[generator])
+    return chosen._replace(ahead=min(chosen.ahead, buffers))
+
 
 # Columns of `rows`, int64.
 POINTER, FIRST_PROGRAM, FIRST_SPAN, OFFSET, LENGTH, TENSOR, BUFFER, KEY = (tl.constexpr(i) for i in range(8))
@@ -61,7 +85,7 @@ def regenerate(
 def ring(
     programs, rows, key, counter, scales, scale_rows, steps, taps, tap_rows, buffers, count, stride,
     CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
-    KEEP_DRAW: tl.constexpr,
+    KEEP_DRAW: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d} over `count` kept rows; then x_t is kept, or z_t if KEEP_DRAW."""
     data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
@@ -71,11 +95,20 @@ def ring(
     taps += tl.minimum(t, tap_rows - 1) * (count + 1)
     oldest = t % tl.maximum(count, 1)  # a 64-bit remainder is slow: once will do
     for skip in range(start // PART * PART, stop, PART):
+        slot = oldest
+        early = ()
+        for _ in tl.static_range(AHEAD):
+            slot = tl.where(slot > 0, slot, count) - 1
+            early += (_load(kept + slot * stride + skip, at, start - skip, stop - skip, WORDS),)
+        if AHEAD > 0:  # with many rows the registers are worth more to other warps
+            g = _load(data + skip, at, start - skip, stop - skip, WORDS)
         z = normals(CHACHA, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
         tap = tl.load(taps)
         x = _scaled(tap, z)
-        slot = oldest
-        for d in range(1, count + 1):
+        for d in tl.static_range(AHEAD):
+            tap = tl.load(taps + d + 1)
+            x = _fused(tap, early[d], x)
+        for d in range(AHEAD + 1, count + 1):
             slot = tl.where(slot > 0, slot, count) - 1
             tap = tl.load(taps + d)
             y = _load(kept + slot * stride + skip, at, start - skip, stop - skip, WORDS)
@@ -85,7 +118,8 @@ def ring(
                 _store(kept + oldest * stride + skip, z, at, start - skip, stop - skip)
             else:
                 _store(kept + oldest * stride + skip, x, at, start - skip, stop - skip)
-        g = _load(data + skip, at, start - skip, stop - skip, WORDS)
+        if AHEAD == 0:
+            g = _load(data + skip, at, start - skip, stop - skip, WORDS)
         _add(data + skip, g, x, scale, at, start - skip, stop - skip)
 
 
@@ -162,12 +196,19 @@ def _place(programs, rows, key, CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS
 
 @triton.jit
 def _lanes(WORDS: tl.constexpr, PART: tl.constexpr):
-    """The lanes of a part: (LANES, tiles) positions of their first elements and, in `_flat` order, their numbers."""
+    """The lanes of a part: positions of their first elements and, in `_flat` order, their numbers.
+
+    Positions are (LANES, tiles), in memory's order, if there is more than one tile. A single one has no vectors, and
+    a second axis for it would make Triton compile half as long again.
+    """
     TILES: tl.constexpr = PART // (LANES * WORDS)
-    lane = tl.arange(0, LANES)[:, None] * TILES + tl.arange(0, TILES)[None, :]
     flat = tl.arange(0, LANES * TILES)
-    flat = flat % LANES * TILES + flat // LANES
-    return lane // LANES * (LANES * WORDS) + lane % LANES, flat.to(tl.uint32)
+    if TILES == 1:
+        return flat, flat.to(tl.uint32)
+    else:  # noqa: RET505 - the compiler prunes the branch not taken
+        lane = tl.arange(0, LANES)[:, None] * TILES + tl.arange(0, TILES)[None, :]
+        flat = flat % LANES * TILES + flat // LANES
+        return lane // LANES * (LANES * WORDS) + lane % LANES, flat.to(tl.uint32)
 
 
 @triton.jit
@@ -200,7 +241,7 @@ def _fused(c, a, b):
 @triton.jit
 def _load(base, at, start, stop, WORDS: tl.constexpr):
     if _whole(base, at, start, stop, WORDS):
-        values = _load_whole(_aligned(base) + at, WORDS)
+        values = _load_whole(_aligned(base, at) + at, WORDS)
     else:
         values = _load_some(base + at, at, start, stop, WORDS)
     return values
@@ -225,7 +266,7 @@ def _load_some(here, at, start, stop, WORDS: tl.constexpr):
 @triton.jit
 def _store(base, values, at, start, stop):
     if _whole(base, at, start, stop, len(values)):
-        here = _aligned(base) + at
+        here = _aligned(base, at) + at
         for v in tl.static_range(len(values)):
             tl.store(here + v * LANES, _wide(values[v], at))
     else:
@@ -247,17 +288,17 @@ def _add(data, g, x, scale, at, start, stop):
 
 @triton.jit
 def _whole(base, at, start, stop, WORDS: tl.constexpr):
-    """Is the part complete, and aligned for vectors? A single tile has none."""
-    if at.shape[1] == 1:
-        return False
-    else:  # noqa: RET505 - the compiler prunes the branch not taken
-        return (start <= 0) & (stop >= WORDS * at.numel) & (base.to(tl.int64) % ALIGNED == 0)
+    """Is the part complete, so that it needs no masks, and aligned if there are vectors?"""
+    complete = (start <= 0) & (stop >= WORDS * at.numel)
+    return complete & (base.to(tl.int64) % ALIGNED == 0) if len(at.shape) == 2 else complete
 
 
 @triton.jit
-def _aligned(base):
-    """The same address, which the compiler now knows to be aligned."""
-    return tl.multiple_of((base.to(tl.int64) // ALIGNED * ALIGNED).to(base.dtype), ALIGNED)
+def _aligned(base, at):
+    """The same address, which the compiler now knows to be aligned if there are vectors."""
+    if len(at.shape) == 2:
+        base = tl.multiple_of((base.to(tl.int64) // ALIGNED * ALIGNED).to(base.dtype), ALIGNED)
+    return base
 
 
 @triton.jit
@@ -269,9 +310,9 @@ def _within(at, v: tl.constexpr, start, stop):
 @triton.jit
 def _flat(x):
     """(LANES, TILES) in memory's order to the one axis on which numbers are made; no value leaves its thread."""
-    return tl.reshape(tl.trans(x), (x.numel,))
+    return tl.reshape(tl.trans(x), (x.numel,)) if len(x.shape) == 2 else x
 
 
 @triton.jit
 def _wide(x, like):
-    return tl.trans(tl.reshape(x, (like.shape[1], like.shape[0])))
+    return tl.trans(tl.reshape(x, (like.shape[1], like.shape[0]))) if len(like.shape) == 2 else x
