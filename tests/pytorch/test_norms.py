@@ -62,7 +62,7 @@ def test_norms_hold_where_squares_underflow(scale):
 def test_the_bound_is_hardly_above_the_norm_where_nothing_cancels(positions, width, out):
     torch.manual_seed(0)
     g, a = torch.randn(2, positions, out), torch.randn(2, positions, width)
-    torch.testing.assert_close(outer_sum_norms(g, a)[:, 0].double(), real_norms(g, a), rtol=2e-3, atol=0)
+    torch.testing.assert_close(outer_sum_norms(g, a)[:, 0].double(), real_norms(g, a), rtol=5e-3, atol=0)
 
 
 def test_tokens_and_patches_that_cancel():
@@ -175,3 +175,24 @@ def test_gram_matrices_are_added_up_in_short_sums(monkeypatch):
     values = torch.randn(3, 4, 7)
     torch.testing.assert_close(norms._gram(values), values @ values.transpose(1, 2))
     assert norms._roundings(7) == 2 + 4
+
+
+def test_convolutions_are_measured_a_few_examples_at_a_time(monkeypatch):
+    from quell.torch import ghost_hooks
+
+    torch.manual_seed(0)
+    layer, x, g = nn.Conv2d(3, 4, 3, padding=1), torch.randn(7, 3, 5, 5), torch.randn(7, 4, 5, 5)
+    whole = ghost_hooks._whole_convolution_norms(layer, [x], g)
+    monkeypatch.setattr(ghost_hooks, "_MOST_NUMBERS", 2 * 27 * 25)
+    asked = []
+    sampler = ghost_hooks.GradSampleHooks.GRAD_SAMPLERS[nn.Conv2d]
+
+    def spy(layer, activations, backprops):
+        asked.append(len(backprops))
+        return sampler(layer, activations, backprops)
+
+    monkeypatch.setitem(ghost_hooks.GradSampleHooks.GRAD_SAMPLERS, nn.Conv2d, spy)
+    parts = ghost_hooks._whole_convolution_norms(layer, [x], g)
+    assert asked == [2, 2, 2, 1]
+    for parameter in layer.parameters():
+        torch.testing.assert_close(parts[parameter], whole[parameter])

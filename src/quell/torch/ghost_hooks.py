@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from quell.errors import QuellError
 from quell.torch.norms import convolution_norms, embedding_norms, linear_norms
 from quell.torch.opacus import NOT_TRAINING
 
+_MOST_NUMBERS = 1 << 23  # of gradients and patches that are held at a time
 TIED = (
     "clipping='ghost' cannot take the norm of a parameter that is used more than once per example, or again by "
     "checkpoint(use_reentrant=False); use clipping='microbatch' or 'flat'"
@@ -57,8 +59,15 @@ class _Full32:
 
 
 def _whole_convolution_norms(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-    sampler = GradSampleHooks.GRAD_SAMPLERS[nn.Conv2d]
-    return convolution_norms(layer, sampler(layer, activations, backprops), activations[0], backprops)
+    """Opacus makes the gradients of a convolution whole: of few examples at a time, so that they and patches are small."""
+    sampler, inputs = GradSampleHooks.GRAD_SAMPLERS[nn.Conv2d], activations[0]
+    patches = math.prod(layer.kernel_size) * layer.in_channels * math.prod(backprops.shape[2:])
+    count = max(1, _MOST_NUMBERS // max(layer.weight.numel(), patches))
+    parts = [
+        convolution_norms(layer, sampler(layer, [few], g), few, g)
+        for few, g in zip(inputs.split(count), backprops.split(count), strict=True)
+    ]
+    return {parameter: torch.cat([part[parameter] for part in parts]) for parameter in parts[0]}
 
 
 _SAMPLERS = {

@@ -23,7 +23,7 @@ from quell.torch.clipping import row_norms
 
 Norms = dict[nn.Parameter, Tensor]
 
-_CHUNK = 128  # so many products are added in a row before they join a sum: rounding grows with it
+_CHUNK = 512  # so many products are added in a row before they join a sum: rounding grows with it
 _SUMMING = 64  # roundings in a sum that torch makes in a cascade, and in what surrounds it
 _ADDED_UP = 1024  # roundings allowed for in gradients that are added up entry by entry, here and in the second pass
 _UNDERFLOW = 1e-32  # squares below 10⁻³⁸ are lost, however large what they are multiplied with
