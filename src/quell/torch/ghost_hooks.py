@@ -59,7 +59,7 @@ class _Full32:
 
 
 def _whole_convolution_norms(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Opacus makes the gradients of a convolution whole: of few examples at a time, so that they and patches are small."""
+    """Opacus makes the gradients of a convolution whole: of few examples at a time, so that all of it is small."""
     sampler, inputs = GradSampleHooks.GRAD_SAMPLERS[nn.Conv2d], activations[0]
     patches = math.prod(layer.kernel_size) * layer.in_channels * math.prod(backprops.shape[2:])
     count = max(1, _MOST_NUMBERS // max(layer.weight.numel(), patches))
