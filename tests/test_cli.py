@@ -109,6 +109,12 @@ def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
     assert json.loads(quell(*PLAN, "--json"))["setup"]["objective"] == "training"
 
 
+def test_compare_sweeps_divergences():
+    swept = json.loads(quell("compare", "band_inv", "--bands", "4", "--divergence", "0.5,5", *RUN, "--json"))
+    assert [row["divergence"] for row in swept] == [0.5, 5.0]
+    assert swept[-1] == json.loads(quell("price", "band_inv", "--bands", "4", "--divergence", "5", *RUN, "--json"))
+
+
 def test_compare_sweeps_horizons():
     swept = json.loads(quell("compare", "blt", "--buffers", "1", "--horizon", "50:97:3", *RUN, "--json"))
     assert [row["horizon"] for row in swept] == [50, 74, 97]
@@ -125,6 +131,7 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
         ["fractional", "--bands", "4"],
         ["band_inv", "--bands", "2"],
         ["blt", "--buffers", "1", "--horizon", "97"],
+        ["band_inv", "--bands", "2", "--divergence", "3"],
     ]
     (promised,) = documented.in_tables("price")
     assert promised == {key for arguments in prices for key in printed("price", *arguments, *RUN)}

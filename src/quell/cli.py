@@ -30,7 +30,7 @@ from quell.progress import listening
 from quell.sampling import SCHEMES, Cyclic, scheme_names
 from quell.setup import Setup, refuse_decay_rate
 from quell.strategy import FAMILIES, Parameter, build
-from quell.strategy.family import HORIZON, known_as
+from quell.strategy.family import DIVERGENCE, HORIZON, known_as
 
 HELP = """
 Train models with differential privacy under [bold]correlated noise[/bold].
@@ -309,6 +309,12 @@ def price(
         int | None,
         typer.Option(help="For optimised mechanisms: optimise for sums that fade over so many steps."),
     ] = None,
+    divergence: Annotated[
+        float | None,
+        typer.Option(
+            help="For banded optimised mechanisms: optimise for the noise under balls-in-bins at this Rényi-2."
+        ),
+    ] = None,
     objective: Objective = None,
     column_normalise: Normalise = None,
     separation: Separation = None,
@@ -326,6 +332,7 @@ def price(
         "gamma": gamma,
         "buffers": buffers,
         HORIZON: horizon,
+        DIVERGENCE: divergence,
         "objective": objective,
         "column_normalise": column_normalise,
     }
@@ -351,6 +358,7 @@ def compare(
     gamma: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
     buffers: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
     horizon: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
+    divergence: Annotated[str | None, typer.Option(help="One value, or a sweep.")] = None,
     objective: Objective = None,
     column_normalise: Normalise = None,
     separation: Separation = None,
@@ -364,7 +372,8 @@ def compare(
 ) -> None:
     """Sweep one parameter of a family."""
     problem = _problem(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
-    given = {"bands": bands, "lambda": lambda_, "gamma": gamma, "buffers": buffers, HORIZON: horizon}
+    given = {"bands": bands, "lambda": lambda_, "gamma": gamma, "buffers": buffers}
+    given |= {HORIZON: horizon, DIVERGENCE: divergence}
     values = {name: _sweep(name, text) for name, text in given.items() if text is not None}
     swept = [name for name, several in values.items() if len(several) > 1]
     if len(swept) != 1:

@@ -82,7 +82,7 @@ class TimeLimit:
 
 
 DEVICES = {
-    "h200": NoiseCost(base=0.0041, draw=0.0036, buffer=0.0019),  # noise_gpu.md: 0.410 ms, p=16 5.800, BLT d=4 1.162
+    "h200": NoiseCost(base=0.0040, draw=0.0036, buffer=0.0015),  # noise_gpu.md: 0.404 ms, p=16 5.804, BLT d=4 1.013
     "cpu": NoiseCost(base=1.4, draw=0.7, buffer=0.15),  # noise_cpu.md, two cores: 15.9 ms, p=16 117.9, BLT d=4 19.8
 }
 

@@ -15,7 +15,7 @@ from quell.errors import QuellError
 from quell.torch.norms import convolution_norms, embedding_norms, linear_norms
 from quell.torch.opacus import NOT_TRAINING
 
-_MOST_NUMBERS = 1 << 23  # of gradients and patches that are held at a time
+_MOST_NUMBERS = 1 << 26  # of gradients and patches that are held at a time: 256 MiB
 TIED = (
     "clipping='ghost' cannot take the norm of a parameter that is used more than once per example, or again by "
     "checkpoint(use_reentrant=False); use clipping='microbatch' or 'flat'"
