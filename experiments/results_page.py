@@ -216,8 +216,8 @@ a correlation has a standard error of about {1 / math.sqrt(max(counts) - 1):.2f}
 {ranks}
 
 The noise of single steps predicts nothing. The RMSE on the optimizer's workload, its geometric mean with that on prefix sums, and the
-planner's `training`, which is this mean with forgetting on the optimizer's workload, cannot be told apart by so few mechanisms, of
-which single runs differ by about a point; prefix sums alone are a little behind. An earlier probe (13 mechanisms, ε=9) gave 0.43 for
+planner's `training`, which is this mean with forgetting on the optimizer's workload, cannot be told apart by so few mechanisms, whose
+means differ from the true ones by about half a point (at ε=1 as much as most mechanisms differ from each other); prefix sums alone are a little behind. An earlier probe (13 mechanisms, ε=9) gave 0.43 for
 the optimizer's workload, 0.69 for prefix sums and 0.85 for their mean, which is why the mean was kept; forgetting carries the λCGD
 paper's advice over to optimizers without momentum, where the plain mean would be the RMSE itself. A version with forgetting on both
 workloads was tried first and dropped (0.58 and 0.43)."""

@@ -183,8 +183,7 @@ def search(
     )
     wanted = (setup.objective, "rmse") if families is None else (setup.objective,)
     objectives = dict.fromkeys(wanted) if amplifying else {}
-    amplifies_all = BallsInBins.name in amplifying and problem.cycle.separation <= MOST_BINS  # the others want bands
-    without = lines if Cyclic.name in schemes and not amplifies_all else []
+    without = lines if Cyclic.name in schemes and not _amplifies_all(problem) else []
     tick = _ticks(progress, len(plain) + len(without) + len(lines) * len(objectives))
     unamplified = partial(state.score, sampling=Cyclic.name, objective=setup.objective)
     for family, values in plain:
@@ -206,6 +205,11 @@ def search(
     state.show_ruled_out(setup.objective)
     state.run_off(setup.objective)
     return worth_showing(setup, state.mechanisms)
+
+
+def _amplifies_all(problem: Problem) -> bool:
+    """Whether balls-in-bins sampling is tried, which amplifies any C ≥ 0; the other schemes want few bands."""
+    return BallsInBins.name in scheme_names(problem.sampling) and problem.cycle.separation <= MOST_BINS
 
 
 def _matters(score: Callable[..., float], parameters: Parameters, best: float) -> bool:
@@ -293,7 +297,7 @@ def _less_cancelling(problem: Problem, limits: Limits) -> Iterator[tuple[str, li
             continue
         normalise = FAMILIES[family].normalisable and plain  # amplified it gains little
         shape = {**size, "column_normalise": normalise}
-        if family in _SHAPED and not plain:
+        if family in _SHAPED and _amplifies_all(problem):
             yield family, [{**shape, DIVERGENCE: divergence} for divergence in divergences]
         yield family, [{**shape, HORIZON: horizon} for horizon in horizons]
 
