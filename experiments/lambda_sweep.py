@@ -1,9 +1,9 @@
 """Which correlation trains best? Accuracy against λ, and which computable number predicts accuracy.
 
-    PYTHONPATH=src python experiments/lambda_sweep.py DATA [--stages predictors,sweep] [--lanes 3] [--seconds 500]
+    PYTHONPATH=src python experiments/lambda_sweep.py DATA [--stages predictors,lambda_sweep] [--lanes 3]
 
-predictors  sixteen mechanisms at (9, 1e-5) and (1, 1e-5), amplified: `predictors.json`
-sweep       the λCGD paper's Figures 2 and 3 for CIFAR-10, at ε = 8 and 1, amplified and not: `lambda_sweep.json`
+predictors    sixteen mechanisms at (9, 1e-5) and (1, 1e-5), amplified: `predictors.json`
+lambda_sweep  the λCGD paper's Figures 2 and 3 for CIFAR-10, at ε = 8 and 1, amplified and not: `lambda_sweep.json`
 
 Every point has its learning rate chosen on held-out training images with one seed, and is then trained on all 50,000
 with three. Initial weights, clip norm and the largest of the rates are those that `cifar10.py` explored. Convolutions

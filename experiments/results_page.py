@@ -204,8 +204,8 @@ def predictor_study(_: dict[str, Entry]) -> str:
     )
     return f"""## What predicts accuracy?
 
-{" and ".join(f"{count} mechanisms at ε={epsilon:g}" for count, epsilon in zip(counts, found.epsilons, strict=True))}, trained as above and
-amplified ({HOW[size]}). Does a number that can be computed before training rank them as training does?
+{" and ".join(f"{count} mechanisms at ε={epsilon:g}" for count, epsilon in zip(counts, found.epsilons, strict=True))}, trained as above but with
+convolutions in bfloat16, and amplified ({HOW[size]}). Does a number that can be computed before training rank them as training does?
 
 {mechanisms}
 
@@ -235,7 +235,7 @@ def sweep(_: dict[str, Entry]) -> str:
                 rows.append([f"{epsilon:g}, {word}", *cells, f"{min(errors, key=errors.__getitem__):g}"])
     return f"""## Accuracy against λ
 
-Figures 2 and 3 of the λCGD paper for CIFAR-10, here with batches of 512 and the optimizer above ({HOW[size]}). The last column is the
+Figures 2 and 3 of the λCGD paper for CIFAR-10, here with batches of 512 and the optimizer above, convolutions in bfloat16 ({HOW[size]}). The last column is the
 λ of this list with the least RMSE on the optimizer's workload. Empty: not run.
 
 {table(["ε", *(f"λ={value:g}" for value in LAMBDAS), "least RMSE"], rows)}

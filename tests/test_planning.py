@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,16 @@ def saved(plan, tmp_path):
     path = tmp_path / "plan.json"
     plan.save(path)
     return path
+
+
+def test_a_gain_is_only_claimed_where_there_is_one(plan):
+    from quell.report import recommendation
+
+    same = plan.problem.price("lambda_cgd", **{"lambda": 0.0})  # cancels nothing: DP-SGD by another name
+    without = recommendation(replace(plan, mechanisms=(same,), recommended=0))
+    assert "times less error" in recommendation(plan)
+    assert "better than DP-SGD" in without
+    assert "times less error" not in without
 
 
 @pytest.mark.parametrize("objective", ["training", "rmse", "maxse"])

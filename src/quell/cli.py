@@ -312,7 +312,7 @@ def price(
     divergence: Annotated[
         float | None,
         typer.Option(
-            help="For banded optimised mechanisms: optimise for the noise under balls-in-bins at this Rényi-2."
+            help="For band_inv and band_toeplitz: optimise for balls-in-bins; 0.3 suits epsilon 2, 3 suits 8."
         ),
     ] = None,
     objective: Objective = None,

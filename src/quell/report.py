@@ -30,11 +30,17 @@ if TYPE_CHECKING:
 
 _CAPTION = (
     "σ: noise multiplier. RMSE, MaxSE: error of the model's iterates per unit of clip norm. gain: DP-SGD's RMSE, an "
-    "estimate under amplification, over this one. mem: model-sized vectors kept. draws: noise vectors made per step. "
-    "p: bands, d: buffers, h: optimised for sums that fade over h steps. *: columns normalised."
+    "estimate under amplification, over this one. mem: model-sized vectors kept. draws: noise vectors made per step."
 )
+_LETTERS = {
+    "bands": "p: bands",
+    "buffers": "d: buffers",
+    HORIZON: "h: optimised for sums that fade over h steps",
+    DIVERGENCE: "R: optimised for balls-in-bins sampling (--divergence R)",
+}
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
-_PLAN_CAPTION = " train: the objective of the plan. ~: estimated, not certified. ✗: beyond the limits."
+_NOTABLE = 1.01  # the least gain over DP-SGD, an estimate, that is worth a number
+_PLAN_CAPTION = " ~: estimated, not certified. ✗: beyond the limits."
 
 
 def mechanism_table(
@@ -61,7 +67,7 @@ def mechanism_table(
             del widths[title]
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption=_CAPTION + (_PLAN_CAPTION if plan is not None else "") + _names(mechanisms),
+        caption=_caption(mechanisms, plan),
         caption_justify="left",
         padding=(0, 1, 0, 0),
     )
@@ -77,6 +83,17 @@ def _mark(mechanism: Mechanism, plan: Plan | None) -> str:
     if plan is None or plan.setup.fits(mechanism):
         return "➤" if plan is not None and mechanism is plan.mechanism else " "
     return "✗"
+
+
+def _caption(mechanisms: Sequence[Mechanism], plan: Plan | None) -> str:
+    """What the words and letters of a table mean, those that are in it."""
+    letters = [text for name, text in _LETTERS.items() if any(name in each.strategy.parameters for each in mechanisms)]
+    shown = [f" {', '.join(letters)}."] if letters else []
+    if any(each.strategy.parameters.get("column_normalise") for each in mechanisms):
+        shown.append(" *: columns normalised.")
+    if plan is not None and plan.setup.objective == "training":
+        shown.append(" train: the objective of the plan.")
+    return "".join([_CAPTION, *shown, _PLAN_CAPTION if plan is not None else "", _names(mechanisms)])
 
 
 def _names(mechanisms: Sequence[Mechanism]) -> str:
@@ -136,11 +153,15 @@ def recommendation(plan: Plan) -> str:
         noise = at_least(chosen.noise_multiplier)
         return f"Use DP-SGD with {chosen.sampling} sampling and noise multiplier {noise}. {why}"
     gain = problem.dpsgd.rmse / chosen.rmse
-    return (
-        f"Use {label(chosen)} with {chosen.sampling} sampling and noise multiplier "
-        f"{at_least(chosen.noise_multiplier)}: {_cost(chosen)}. "
+    bought = (
         f"By RMSE it leaves {gain:.3g} times less error in the model than DP-SGD at the same {promise}, as if you had "
         f"trained DP-SGD at ε={_rough(plan.dpsgd_equivalent_epsilon)}."
+        if gain >= _NOTABLE
+        else f"By RMSE it is {'hardly' if gain > 1 else 'no'} better than DP-SGD at the same {promise}."
+    )
+    return (
+        f"Use {label(chosen)} with {chosen.sampling} sampling and noise multiplier "
+        f"{at_least(chosen.noise_multiplier)}: {_cost(chosen)}. {bought}"
     )
 
 
@@ -151,9 +172,11 @@ def explanation(plan: Plan) -> str:
     affordable = [mechanism for mechanism in plan.alternatives if plan.setup.fits(mechanism)]
     other = min(affordable, key=lambda mechanism: mechanism.rmse)
     if objective == "training" and other is not chosen and other.rmse < 0.99 * chosen.rmse:
+        cancels = other.buffers > 0 or other.draws > 1
+        why = "it cancels more than training tends to like: --objective rmse" if cancels else "--objective rmse"
         lines.append(
             f"By RMSE alone the choice would be {label(other)} with {other.sampling} sampling (RMSE {other.rmse:.4g} "
-            f"instead of {chosen.rmse:.4g}); it cancels more than training tends to like: --objective rmse."
+            f"instead of {chosen.rmse:.4g}); {why}."
         )
     first = min(affordable, key=lambda mechanism: mechanism.score(objective))
     if first is not chosen and not first.certified:
@@ -209,6 +232,10 @@ def _cost(mechanism: Mechanism) -> str:
     return f"{memory}, {'one noise vector' if mechanism.draws == 1 else f'{mechanism.draws} noise vectors'} per step"
 
 
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
 def _copies(buffers: int) -> str:
     return "1 model copy" if buffers == 1 else f"{buffers:,} model copies"
 
@@ -232,12 +259,14 @@ def plan_text(plan: Plan) -> str:
 def print_plan(plan: Plan, console: Console) -> None:
     setup, problem = plan.setup, plan.problem
     uses = (
-        f"a user at most {problem.cycle.participation.count} times, every {problem.cycle.separation:,} steps"
+        f"a user at most {_counted(problem.cycle.participation.count, 'time')}, every "
+        f"{_counted(problem.cycle.separation, 'step')}"
         if setup.user_level
-        else f"an example at most every {setup.steps_per_epoch:,} steps"
+        else f"an example at most every {_counted(setup.steps_per_epoch, 'step')}"
     )
     console.print(
-        f"{setup.examples:,} examples, batches of {setup.batch_size:,}, {setup.epochs} epochs: {setup.steps:,} steps, "
+        f"{_counted(setup.examples, 'example')}, batches of {setup.batch_size:,}, {_counted(setup.epochs, 'epoch')}: "
+        f"{_counted(setup.steps, 'step')}, "
         f"{uses}; target ({setup.epsilon:g}, {setup.delta:g})-DP",
         highlight=False,
     )

@@ -3,11 +3,12 @@
 Without amplification noise is exact and costs milliseconds, so everything is tried. With it, an estimate takes a tenth
 of a second (`quell.quick`), so it is spent where it can matter:
 
-* Each family is one or two *lines*: an ordered list of parameter values along which the score has one valley (bands,
-  buffers, γ, or the memory 1/(1−λ) on a logarithmic scale). Golden sections find the bottom in few evaluations.
+* Each family has one to three *lines*: an ordered list of parameter values along which the score has one valley (bands,
+  buffers, γ, the memory 1/(1−λ) on a logarithmic scale, a horizon, a divergence). Golden sections find the bottom in
+  few evaluations.
 * A candidate whose noise must be so large that it cannot beat the best one known, by a bound that costs milliseconds
   (`quell.quick.least`), is not estimated at all.
-* The first guess for a candidate's noise is its neighbour's.
+* The first guess for a candidate's noise is as far above its bound as that of the last one estimated was above its own.
 
 Nothing here is a promise: `quell.planning` certifies what it recommends.
 """

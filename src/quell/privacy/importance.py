@@ -174,29 +174,30 @@ def _draws(pair: Pair, pilots: list[Pilot], failure: float) -> list[int]:
     return counts
 
 
-def _draws_for(slack: float, pair: Pair, scouted: Pilot, failure: float, top: float) -> int:
-    mixture = scouted.mixture
+def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: float) -> int:
+    mixture = piloted.mixture
     if mixture is None:
         return 0
     # The direction with the smaller δ may be bounded generously: only the larger of the two is reported.
-    excess = max(slack * top, 0.5 * (top - scouted.estimate), 0.8 * top - 2.0 * scouted.estimate)
+    excess = max(slack * top, 0.5 * (top - piloted.estimate), 0.8 * top - 2.0 * piloted.estimate)
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
     affordable = _WORK / (min(pair.width, 512) * mixture.price)
     return int(max(_LEAST, min(wanted, affordable, _MOST)))
 
 
 def _certify_direction(
-    pair: Pair, scouted: Pilot, epsilon: float, failure: float, count: int
+    pair: Pair, piloted: Pilot, epsilon: float, failure: float, count: int
 ) -> tuple[float, float, int]:
-    mixture = scouted.mixture
+    """Lower and upper bound on δ in the pilot's direction, and the draws that took."""
+    mixture = piloted.mixture
     if mixture is None or not count:
         return 0.0, 1.0, 0
     counts = [max(1, round(count * share)) for share in mixture.shares]
     total = sum(counts)
     shares = np.array(counts) / total
-    log_lower, log_upper = _constants(pair, scouted.direction, mixture, counts, _CONSTANT_FAILURE * failure)
-    most = _most(pair, scouted.direction, epsilon, mixture.proposals, shares, log_upper)
-    drawn, _ = _draw(pair, scouted.direction, epsilon, mixture.proposals, counts, log_upper)
+    log_lower, log_upper = _constants(pair, piloted.direction, mixture, counts, _CONSTANT_FAILURE * failure)
+    most = _most(pair, piloted.direction, epsilon, mixture.proposals, shares, log_upper)
+    drawn, _ = _draw(pair, piloted.direction, epsilon, mixture.proposals, counts, log_upper)
     values = _values(drawn, shares)
     rest = (1 - _CONSTANT_FAILURE) * failure
     bet = best_bet(total, mixture.variance, most, rest)

@@ -22,11 +22,11 @@ TIED = (
 )
 
 
-class _Full32:
-    """What Opacus's hooks for norms do not look at.
+class _Strict:
+    """Refuses what Opacus's hooks for norms let pass.
 
-    They look away in eval mode, and stumble over the backward pass. Norms in bfloat16 are off by up to a percent, so
-    there they are refused: the clip norm is a privacy bound.
+    They record nothing in eval mode, and then stumble over the backward pass. Norms in bfloat16 are off by up to a
+    percent, and the clip norm is a privacy bound.
     """
 
     _module: nn.Module
@@ -77,7 +77,7 @@ _SAMPLERS = {
 }
 
 
-class Norms(_Full32, GradSampleHooksFastGradientClipping):
+class Norms(_Strict, GradSampleHooksFastGradientClipping):
     """Norms, kept on the parameters."""
 
     NORM_SAMPLERS = _SAMPLERS
@@ -102,7 +102,7 @@ class Norms(_Full32, GradSampleHooksFastGradientClipping):
         return _combined(found.values(), examples, device), set(found)
 
 
-class ShardedNorms(_Full32, GradSampleHooksFastGradientClippingFSDP):
+class ShardedNorms(_Strict, GradSampleHooksFastGradientClippingFSDP):
     """Norms under FSDP, kept on the modules, because parameters come and go."""
 
     NORM_SAMPLERS = _SAMPLERS
