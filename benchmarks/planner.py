@@ -21,7 +21,7 @@ def seconds(arguments: list[str]) -> tuple[float, float]:
     """Wall clock and CPU time (of all threads) of one `quell plan`, imports included."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "quell.cli", "plan", *arguments],
+        [sys.executable, "-m", "quell", "plan", *arguments],
         check=True,
         stdout=subprocess.DEVNULL,
         env={**os.environ, "QUELL_CACHE": "off"},

@@ -45,7 +45,7 @@ def quell(*arguments: str) -> str:
 
 
 def fresh_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "quell.cli", *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-m", "quell", *arguments], capture_output=True, text=True, timeout=120)
 
 
 def test_price_speaks_json():

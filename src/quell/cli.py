@@ -665,7 +665,3 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         task = bar.add_task("pricing", total=None)
         with listening(lambda text: bar.update(task, description=text)):
             yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
-
-
-if __name__ == "__main__":
-    main()

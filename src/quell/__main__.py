@@ -1,0 +1,5 @@
+"""`python -m quell` is the command `quell`."""
+
+from quell.cli import main
+
+main()
