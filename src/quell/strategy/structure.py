@@ -51,7 +51,9 @@ class ToeplitzStrategy:
         if self.given_noising is not None and not np.all(np.isfinite(self.coefficients)):
             raise QuellError(f"{self.family}: C overflows within {self.steps:,} steps; its noise would never cancel")
         if not self.coefficients[0] >= _LEAST:
-            raise QuellError(f"{self.family}: the diagonal of C is {self.coefficients[0]:.3g}, not positive or too small")
+            raise QuellError(
+                f"{self.family}: the diagonal of C is {self.coefficients[0]:.3g}, not positive or too small"
+            )
         if not self.inversion_error <= _INVERSE:
             raise QuellError(f"{self.family}: C and C^-1 are not inverse to each other, or not to be told in float64")
 
