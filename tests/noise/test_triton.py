@@ -192,19 +192,19 @@ def test_strided_empty_and_scalar_tensors(seeded: Seeded) -> None:
     gpu.add([b[0].contiguous(), b[1], b[2]])  # tensors may come back in another form
 
 
-@pytest.mark.parametrize(("skipped", "offset"), [(1, 0), (0, 1), (3, 1)])
-def test_unaligned_tensors_get_the_same_noise(skipped: int, offset: int, seeded: Seeded) -> None:
-    """Vectors need aligned addresses; a view or a shard that starts elsewhere must not notice."""
-    shards, key = (Shard(0, offset, 300),), seeded(50)
+@pytest.mark.parametrize(("skipped", "offset", "length"), [(1, 0, 300), (0, 1, 300), (3, 1, 300), (0, 0, 255)])
+def test_unaligned_tensors_get_the_same_noise(skipped: int, offset: int, length: int, seeded: Seeded) -> None:
+    """Vectors need aligned addresses; a view or a shard that starts elsewhere must not notice, nor its neighbours."""
+    shards, key = (Shard(0, offset, length),), seeded(50)
     recipe = spec("bsr").recipe()
     cpu, gpu = CpuEngine(recipe, "philox", key, shards, 1), GpuEngine(recipe, "philox", key, shards, DEVICE)
     for _ in range(2):
-        a, whole = torch.zeros(300), torch.zeros(skipped + 300 + 8, device=DEVICE)
+        a, whole = torch.zeros(length), torch.zeros(skipped + length + 8, device=DEVICE)
         cpu.add([a])
-        gpu.add([whole[skipped : skipped + 300]])
-        torch.testing.assert_close(a, whole[skipped : skipped + 300].cpu(), rtol=1e-6, atol=2e-6)
+        gpu.add([whole[skipped : skipped + length]])
+        torch.testing.assert_close(a, whole[skipped : skipped + length].cpu(), rtol=1e-6, atol=2e-6)
         assert not whole[:skipped].any()
-        assert not whole[skipped + 300 :].any()
+        assert not whole[skipped + length :].any()
 
 
 def test_past_the_last_step_nothing_looks_like_noise(seeded: Seeded) -> None:

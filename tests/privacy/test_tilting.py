@@ -13,7 +13,7 @@ from simulation import Patterns, simulated_delta
 from quell import strategy, workload
 from quell.privacy import importance
 from quell.privacy.b_min_sep import ChainPair
-from quell.privacy.bin_pair import BinPair
+from quell.privacy.bin_pair import BinPair, _pick
 from quell.privacy.bins import Bins, bins_of
 from quell.privacy.orthogonal import FINE, orthogonal_delta
 from quell.privacy.tilting import Mean, Tilt, candidates, log_kappa, sampling_free
@@ -326,3 +326,18 @@ def test_candidates_start_with_one_that_proves_a_bound():
 def test_extras_with_a_shift_have_no_bound_and_cannot_be_written():
     with pytest.raises(ValueError, match="extras"):
         Tilt(1.0, 2, 0.5)
+
+
+@pytest.mark.parametrize("bins", [1, 2, 3, 5, 30, 1000])
+def test_bins_are_picked_where_the_running_sum_reaches_a_share_of_it(bins):
+    """Also for a share of 1, where rounding may keep the last block below what is left of the goal."""
+    random, size = np.random.default_rng(0), math.isqrt(bins - 1) + 1
+    blocks = np.zeros((2000, -(-bins // size), size))
+    blocks.reshape(2000, -1)[:, :bins] = random.random((2000, bins))
+    shares = np.where(random.random(2000) < 0.5, random.random(2000), 1.0)
+    total, picked = _pick(blocks, shares)
+    running = np.cumsum(blocks.reshape(2000, -1), axis=1)
+    np.testing.assert_allclose(total, running[:, -1], rtol=1e-12)
+    before = np.concatenate([np.zeros((2000, 1)), running], axis=1)[np.arange(2000), picked]
+    assert np.all(before <= shares * total * (1 + 1e-12))
+    assert np.all(running[np.arange(2000), picked] >= shares * total * (1 - 1e-12))

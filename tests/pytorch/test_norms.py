@@ -172,8 +172,11 @@ def test_factors_of_norms_that_are_not_finite_are_zero():
 
 def test_gram_matrices_are_added_up_in_short_sums(monkeypatch):
     monkeypatch.setattr(norms, "_CHUNK", 2)
-    values = torch.randn(3, 4, 7)
-    torch.testing.assert_close(norms._gram(values), values @ values.transpose(1, 2))
+    values, widths, product = torch.randn(3, 4, 7), [], torch.bmm
+    expected = values @ values.transpose(1, 2)
+    monkeypatch.setattr(norms.torch, "bmm", lambda a, b: widths.append(a.shape[2]) or product(a, b))
+    torch.testing.assert_close(norms._gram(values), expected)
+    assert widths == [2]
     assert norms._roundings(7) == 2 + 4
 
 
@@ -196,3 +199,22 @@ def test_convolutions_are_measured_a_few_examples_at_a_time(monkeypatch):
     assert asked == [2, 2, 2, 1]
     for parameter in layer.parameters():
         torch.testing.assert_close(parts[parameter], whole[parameter])
+
+
+@pytest.mark.parametrize("most", [1, 1 << 26])
+def test_what_is_added_for_convolutions_covers_each_example_alone(monkeypatch, most):
+    """S = Σ_t |g_t||a_t| over the positions of an example, a_t its patches: bounded from each example's own numbers."""
+    from quell.torch import ghost_hooks
+
+    monkeypatch.setattr(ghost_hooks, "_MOST_NUMBERS", most)
+    layer, sizes = nn.Conv2d(1, 1, 3), 10.0 ** torch.arange(4).view(4, 1, 1, 1)
+    signs = (-1.0) ** (torch.arange(8)[:, None] + torch.arange(8))  # all patches alike: gradients cancel entirely
+    x, g = sizes * torch.ones(4, 1, 10, 10), signs.expand(4, 1, 8, 8)
+    found = ghost_hooks._whole_convolution_norms(layer, [x], g)
+    patches = torch.linalg.vector_norm(nn.functional.unfold(x, 3).double(), dim=1)
+    lengths = torch.linalg.vector_norm(g.flatten(2).double(), dim=1)
+    for parameter, parts in ((layer.weight, patches * lengths), (layer.bias, lengths)):
+        bound, value = found[parameter].double().unbind(1)
+        unit = norms._ADDED_UP * torch.finfo(torch.float32).eps / 2
+        assert not value.any()
+        assert torch.all(bound * (1 + 1e-6) >= unit * parts.sum(1))

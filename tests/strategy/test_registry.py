@@ -98,3 +98,25 @@ def test_a_horizon_shapes_for_sums_that_fade_and_is_remembered(name, size):
     np.testing.assert_allclose(again.noising_matrix(), shaped.noising_matrix(), atol=1e-12)
     with pytest.raises(QuellError, match="bisr does not take horizon"):
         strategy.build("bisr", task, PATTERN, bands=3, horizon=10)
+
+
+@pytest.mark.parametrize("leading", [0.0, -1.0, 2.7e-162, 1e-101])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_solution_whose_squares_vanish_is_refused(leading, normalise):
+    """Squares below 10⁻³⁰⁸ are lost: columns normalised by what is left of them are longer than they say."""
+    forged = np.array([leading, 1.5e-162, 1.5e-162, 1.5e-162])
+    with pytest.raises(QuellError, match="diagonal of C"):
+        strategy.build("band_toeplitz", SUMS, PATTERN, forged, bands=4, column_normalise=normalise)
+    if leading > 0:
+        inverse = np.array([1.0 / leading, 0.0, 0.0, 0.0])
+        with pytest.raises(QuellError, match="diagonal of C"):
+            strategy.build("band_inv", SUMS, PATTERN, inverse, bands=4, column_normalise=normalise)
+        with pytest.raises(QuellError, match="diagonal"):
+            strategy.build("band", SUMS, PATTERN, np.tile(forged, (N, 1)), bands=4)
+
+
+def test_columns_are_normalised_at_any_size_that_is_allowed():
+    shape = np.array([1.0, 0.5, 0.3, 0.2])
+    for size in (1e-99, 1.0, 1e99):
+        columns = strategy.build("band_toeplitz", SUMS, PATTERN, size * shape, bands=4, column_normalise=True).matrix()
+        np.testing.assert_allclose(np.linalg.norm(columns, axis=0), 1.0, rtol=1e-12)

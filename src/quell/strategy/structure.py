@@ -23,6 +23,7 @@ from quell.strategy.recurrence import Exponentials, Fenwick, Recurrence, Regener
 
 Parameter = int | float | bool | str
 _INVERSE = 1e-6  # the most that C·C⁻¹ may differ from 1; the difference itself is added to sensitivities
+_LEAST = 1e-100  # on the diagonal of C: squares of numbers below 10⁻¹⁵⁴ lose digits, and columns would seem too short
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,10 @@ class ToeplitzStrategy:
                 raise QuellError(f"{self.family}: the strategy has coefficients that are not finite numbers")
         if self.given_noising is not None and not np.all(np.isfinite(self.coefficients)):
             raise QuellError(f"{self.family}: C overflows within {self.steps:,} steps; its noise would never cancel")
+        if not self.coefficients[0] >= _LEAST:
+            raise QuellError(
+                f"{self.family}: the diagonal of C is {self.coefficients[0]:.3g}, not positive or too small"
+            )
         if not self.inversion_error <= _INVERSE:
             raise QuellError(f"{self.family}: C and C^-1 are not inverse to each other, or not to be told in float64")
 
@@ -162,8 +167,10 @@ class BandedStrategy:
     convergence: Convergence | None = None
 
     def __post_init__(self) -> None:
-        if not np.all(np.isfinite(self.row_bands)) or not np.all(self.row_bands[:, 0] > 0):
-            raise QuellError(f"{self.family}: C has entries that are not finite, or a diagonal that is not positive")
+        if not np.all(np.isfinite(self.row_bands)) or not np.all(self.row_bands[:, 0] >= _LEAST):
+            raise QuellError(
+                f"{self.family}: C has entries that are not finite, or a diagonal that is not positive or too small"
+            )
 
     def __repr__(self) -> str:
         return describe(self)
