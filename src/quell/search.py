@@ -45,7 +45,7 @@ _SHAPED = {"band_inv": 2, "band_toeplitz": 16}  # for amplification and horizons
 _DIVERGENCES = np.geomspace(1 / 8, 4, 11)  # that are tried, in those of the Gaussian mechanism with the same promise
 _SHORTEST, _LONGEST = 8.0, 4.0  # the horizons that are tried, in steps and in runs
 _CLOSE, _FINALISTS = 1.02, 4  # how close to the best, and how many of those are looked at again
-_ROUGH, _FINE = 0.1, 0.0015  # relative error of δ in first estimates, and of σ in those of finalists
+_FINE = 0.0015  # relative error of σ that the estimates of finalists may have
 _MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies are amplified
 
 
@@ -93,11 +93,11 @@ class Search:
         """Estimate those that could be the best more carefully: the first estimates are a percent off."""
         fitting = [(m.score(objective), key) for key, m in self.seen.items() if m and self.setup.fits(m)]
         close = sorted(entry for entry in fitting if entry[0] < _CLOSE * min(fitting)[0])
-        effort = math.ceil((_ROUGH / (_FINE * steepness(self.setup.epsilon, self.setup.delta))) ** 2)
+        wanted = _FINE * steepness(self.setup.epsilon, self.setup.delta)  # of δ
         for _, key in close[:_FINALISTS] if len(close) > 1 else ():
             mechanism = self.seen[key]
             if mechanism is not None and isinstance(mechanism.claim, Estimate) and mechanism.claim.relative_error:
-                near = mechanism.noise_multiplier
+                near, effort = mechanism.noise_multiplier, math.ceil((mechanism.claim.relative_error / wanted) ** 2)
                 self.seen[key] = self.problem.estimated(mechanism.strategy, key[2], near, effort)
 
     def show_ruled_out(self, objective: str) -> None:

@@ -119,7 +119,7 @@ class Decoder:
 Energy = Callable[[Array], tuple[float, Array]]  # of c ≥ 0, and its gradient
 
 
-def squared_norm(c: Array) -> tuple[float, Array]:
+def _squared_norm(c: Array) -> tuple[float, Array]:
     """‖c‖²: with no more bands than the separation, all that sensitivity depends on."""
     return _dot(c, c), 2 * c
 
@@ -159,19 +159,23 @@ def energy_of_inverse(theta: Array, energy: Energy, steps: int, length: int) -> 
 
 
 def minimise_quotient(
-    decoder: Decoder, start: Array, energy: Energy, on_iteration: Callable[[Convergence], None] | None = None
+    decoder: Decoder,
+    start: Array,
+    energy: Energy | None = None,
+    on_iteration: Callable[[Convergence], None] | None = None,
 ) -> tuple[Array, Convergence]:
     """The c with c_0 = 1 that minimises energy(c)·Σ v_t·w_t² for w = a/c, from a start with c_0 = 1.
 
-    By their squared norm coefficients stay positive of themselves; for other energies they are kept so.
+    Without an energy it is ‖c‖², by which coefficients stay positive of themselves; for others they are kept so.
     """
+    measured = energy or _squared_norm
 
     def loss(c: Array, now: Decoder) -> tuple[float, Array, bool]:
         error, slope, covered = now.of_quotient(c)
-        value, rise = energy(c)
+        value, rise = measured(c)
         return error * value, slope * value + error * rise, covered
 
-    if energy is squared_norm:
+    if energy is None:
         return _minimise_log(loss, decoder, start[1:], _all_but_first, on_iteration)
     logs = np.log(np.maximum(start[1:], _LEAST_START))
     return _minimise_log(loss, decoder, logs, _positive, on_iteration, _ROUGHLY)

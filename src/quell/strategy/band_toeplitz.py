@@ -33,11 +33,11 @@ def band_toeplitz(
     bands = checked_bands(bands, participation)
 
     def search(watch: Watch) -> Solution:
-        from quell.algebra.toeplitz import minimise_quotient, squared_norm
+        from quell.algebra.toeplitz import minimise_quotient
 
         start, _ = roots(workload, bands)
         task = decoder(workload, bands, last_only=objective == "maxse")
-        return minimise_quotient(task, start / start[0], amplified(participation, divergence) or squared_norm, watch)
+        return minimise_quotient(task, start / start[0], amplified(participation, divergence), watch)
 
     parameters: dict[str, Parameter] = {"bands": bands, "objective": objective}
     pattern = participation
