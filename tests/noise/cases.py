@@ -37,7 +37,7 @@ class TwoExponentials:
     """A BLT with two buffers that matter; at forty steps the optimal one needs a single buffer."""
 
     steps: int
-    recurrence: Exponentials = Exponentials(np.array([-0.3, -0.2]), np.array([0.9, 0.4]), None)  # noqa: RUF009
+    recurrence: Exponentials = Exponentials(np.array([0.3, -0.2]), np.array([0.9, 0.4]), None)  # noqa: RUF009
 
     def matrix(self) -> Array:
         powers = self.recurrence.decays[:, None] ** np.arange(self.steps - 1)

@@ -20,7 +20,7 @@ from quell.noise.arrays import is_torch, to_torch
 from quell.noise.key import Key
 from quell.noise.layout import UNIT, Shard
 from quell.noise.secrecy import never_copied
-from quell.noise.spec import Recipe
+from quell.noise.spec import NO_GRID, Recipe
 
 RUN = 2**17  # elements per task; fewer than this in all are not worth a second thread
 
@@ -52,13 +52,13 @@ class CpuEngine:
     def add(self, tensors: list[Any]) -> None:
         targets = [_flat_float32(tensor) for tensor in tensors]
         staged = [
-            np.zeros(shard.length, np.float32) if target is None else target
-            for target, shard in zip(targets, self.shards, strict=True)
+            _copied_float32(tensor) if target is None else target
+            for tensor, target in zip(tensors, targets, strict=True)
         ]
         self._run(lambda number, first, last: self._row(number, staged[number], first, last))
-        for tensor, target, noise in zip(tensors, targets, staged, strict=True):
+        for tensor, target, released in zip(tensors, targets, staged, strict=True):
             if target is None:
-                _add_staged(tensor, noise)
+                _write(tensor, released)
         self.step += 1
 
     def export(self) -> list[Any]:
@@ -80,21 +80,21 @@ class CpuEngine:
         """Add the plain normals of one step to a buffer."""
         shard, one = self.shards[number], np.ones(1, np.float32)
         where = (out[self._parts[number]], shard.offset, first, last, self._chacha)
-        kernels.regenerate(*where, self._keys[number], shard.tensor, step, one, one[0])
+        kernels.regenerate(*where, self._keys[number], shard.tensor, step, one, one[0], NO_GRID)
 
     def _row(self, number: int, target: Floats, first: int, last: int) -> None:
         recipe, step, shard = self.recipe, self.step, self.shards[number]
         taps, scale, kept = recipe.taps_at(step), recipe.scale_at(step), (self._buffers, self._parts[number].start)
         rest: tuple[Any, ...]
         if recipe.kind == "regenerate":
-            kernel, rest = kernels.regenerate, (taps, scale)
+            kernel, rest = kernels.regenerate, (taps, *scale)
         elif recipe.kind == "ring":
-            kernel, rest = kernels.ring, (taps, scale, *kept, recipe.keep_draw)
+            kernel, rest = kernels.ring, (taps, *scale, *kept, recipe.keep_draw)
         elif recipe.kind == "exponentials":
-            kernel, rest = kernels.exponentials, (taps, scale, *kept)
+            kernel, rest = kernels.exponentials, (taps, *scale, *kept)
         else:
             assert recipe.moves is not None
-            kernel, rest = kernels.fenwick, (scale, *kept, *map(int, recipe.moves[step]))
+            kernel, rest = kernels.fenwick, (*scale, *kept, *map(int, recipe.moves[step]))
         # The key's words are in no local variable: some tracebacks print those.
         kernel(target, shard.offset, first, last, self._chacha, self._keys[number], shard.tensor, step, *rest)
 
@@ -125,12 +125,18 @@ def _flat_float32(tensor: Any) -> Floats | None:
     return np.asarray(tensor.reshape(-1))
 
 
-def _add_staged(tensor: Any, noise: Floats) -> None:
-    """tensor + noise, added in float32 (float64 for float64) and rounded once to the tensor's dtype."""
+def _copied_float32(tensor: Any) -> Floats:
+    """A flat copy, rounded to float32: noise made in float32 does not hide what lies below."""
     if is_torch(tensor):
-        tensor.detach().add_(to_torch([noise])[0].view(tensor.shape))
+        return np.array(tensor.detach().float().reshape(-1).numpy())
+    return np.array(tensor.reshape(-1), np.float32)
+
+
+def _write(tensor: Any, released: Floats) -> None:
+    if is_torch(tensor):
+        tensor.detach().copy_(to_torch([released])[0].view(tensor.shape))
     else:
-        np.add(tensor, noise.reshape(tensor.shape), out=tensor, casting="same_kind")
+        np.copyto(tensor, released.reshape(tensor.shape), casting="same_kind")
 
 
 def _processors() -> int:

@@ -252,6 +252,9 @@ def draw(chacha, key, step, tensor, unit, words, z):
 # `offset`; `buffers` is (count, total) with the shard's part from `base` on.
 
 
+WHOLE = f32(2.0**23)  # float32 numbers from here on are whole
+
+
 @njit(cache=True)
 def _clip(unit, units, offset, length):
     """Where a group's elements lie: [a, b) of the shard, from `shift` on in the group's scratch."""
@@ -261,9 +264,14 @@ def _clip(unit, units, offset, length):
 
 
 @njit(cache=True)
-def _add(gradient, row, scale):
+def _add(gradient, row, scale, grid):
+    """gradient + noise, rounded to a multiple of the grid; from 2²³ times the grid on, every float32 is one."""
+    inverse = f32(f32(1) / grid)
     for i in range(len(gradient)):
-        gradient[i] += f32(row[i] * scale)
+        total = f32(gradient[i] + f32(row[i] * scale))
+        units = f32(total * inverse)
+        nearest = f32(np.floor(f32(units + f32(0.5))) * grid)  # halves go up: to even, odd multiples would be rarer
+        gradient[i] = nearest if abs(units) < WHOLE else total
 
 
 @njit(cache=True)
@@ -290,7 +298,7 @@ def _drawn(unit, last, offset, length, chacha, key, step, tensor, words, z):
 
 
 @njit(nogil=True, cache=True)
-def regenerate(gradient, offset, first, last, chacha, key, tensor, step, taps, scale):
+def regenerate(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, grid):
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):
         new, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
@@ -300,11 +308,11 @@ def regenerate(gradient, offset, first, last, chacha, key, tensor, step, taps, s
         for j in range(1, min(len(taps), step + 1)):
             old, _, _ = _drawn(unit, last, offset, len(gradient), chacha, key, step - j, tensor, words, z)
             _accumulate(row, taps[j], old)
-        _add(gradient[a:b], row, scale)
+        _add(gradient[a:b], row, scale, grid)
 
 
 @njit(nogil=True, cache=True)
-def ring(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, buffers, base, keep_draw):
+def ring(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, grid, buffers, base, keep_draw):
     count = len(taps) - 1
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):
@@ -316,11 +324,11 @@ def ring(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, 
             _accumulate(row, taps[d], buffers[(step + count - d) % count, base + a : base + b])
         if count > 0:
             buffers[step % count, base + a : base + b] = new if keep_draw else row
-        _add(gradient[a:b], row, scale)
+        _add(gradient[a:b], row, scale, grid)
 
 
 @njit(nogil=True, cache=True)
-def exponentials(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, buffers, base):
+def exponentials(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, grid, buffers, base):
     count = len(taps) // 2
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):
@@ -333,11 +341,11 @@ def exponentials(gradient, offset, first, last, chacha, key, tensor, step, taps,
             decay = taps[count + i]
             for e in range(b - a):
                 state[e] = fma(decay, state[e], new[e])
-        _add(gradient[a:b], row, scale)
+        _add(gradient[a:b], row, scale, grid)
 
 
 @njit(nogil=True, cache=True)
-def fenwick(gradient, offset, first, last, chacha, key, tensor, step, scale, buffers, base, plus, minus, keep):
+def fenwick(gradient, offset, first, last, chacha, key, tensor, step, scale, grid, buffers, base, plus, minus, keep):
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):
         node, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
@@ -348,4 +356,4 @@ def fenwick(gradient, offset, first, last, chacha, key, tensor, step, scale, buf
         if minus >= 0:
             _accumulate(row, f32(-1), buffers[minus, base + a : base + b])
         buffers[keep, base + a : base + b] = node
-        _add(gradient[a:b], row, scale)
+        _add(gradient[a:b], row, scale, grid)

@@ -26,7 +26,7 @@ from quell.noise import triton_kernels as kernels
 from quell.noise.key import Key
 from quell.noise.layout import LANES, WORDS, Shard
 from quell.noise.secrecy import never_copied
-from quell.noise.spec import Recipe
+from quell.noise.spec import NO_GRID, Recipe
 
 POINTER = int(kernels.POINTER)
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
@@ -59,7 +59,8 @@ class GpuEngine:
             if generator == "chacha20"
             else np.array([key.philox_words(s.tensor) for s in shards], np.uint32)
         )
-        self._taps, self._scales = self._upload(recipe.taps), self._upload(recipe.scales)
+        self._taps = self._upload(recipe.taps)
+        self._scales = self._upload(np.stack([recipe.scales, recipe.grids], axis=1))
         self._moves = None if recipe.moves is None else self._upload(recipe.moves)
         aligned = [-(-shard.length // LANES) * LANES for shard in shards]
         starts = list(accumulate(aligned, initial=0))
@@ -106,12 +107,12 @@ class GpuEngine:
 
     def add(self, tensors: list[torch.Tensor]) -> None:
         self.prepare(tensors)
-        for staged in self._staging.values():
-            staged.zero_()
+        for number, staged in self._staging.items():
+            staged.view(tensors[number].shape).copy_(tensors[number].detach())
         for launch in self._launches:
             self._row(launch)
         for number, staged in self._staging.items():
-            tensors[number].detach().add_(staged.view(tensors[number].shape))
+            tensors[number].detach().copy_(staged.view(tensors[number].shape))
         self._counter.add_(1)
         if self.capturing():
             self._graphs = True
@@ -141,9 +142,10 @@ class GpuEngine:
     def _draw(self, out: torch.Tensor) -> None:
         """Add the plain normals of the counter's step to a buffer."""
         one = torch.ones(1, dtype=torch.float32, device=self.device)
+        exact = self._upload(np.array([[1, NO_GRID]], np.float32))
         for launch in self._build([torch.float32] * len(self.shards)):
             self._point(launch, [out[self._parts[number]].data_ptr() for number in launch.members])
-            self._start(kernels.regenerate, launch, (one, 1, 2**62, one, 1))
+            self._start(kernels.regenerate, launch, (exact, 1, 2**62, one, 1))
 
     def _row(self, launch: _Launch) -> None:
         recipe = self.recipe

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quell.errors import QuellError, require_count, require_finite
 from quell.noise.layout import MOST_STEPS
+from quell.strategy.precision import Magnitudes, require_fresh_draws, shortfall
 from quell.strategy.recurrence import Exponentials, Fenwick, Recurrence, Regenerate, Ring
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 Kind = Literal["regenerate", "ring", "exponentials", "fenwick"]
 
 LEAST_SCALE, MOST_SCALE = 2.0**-102, 2.0**100  # noise down to 2⁻²⁴ of this keeps all its digits; none overflows
+MOST_SHORTFALL = 2.0**-6  # how much smaller float32 coefficients may make the noise before it is scaled up again
+GRID_BITS = 14  # a release is rounded to 2⁻¹⁴ of the largest sum in a row of noise: see docs/noise.md
+NO_GRID = np.float32(2.0**-100)  # finer than any draw: rounding to it changes nothing
+_ROUNDED_ONCE = 2.0**-20  # more than single roundings, of a scale, a coefficient or a normal, take from the noise
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +56,23 @@ class NoiseSpec:
             if covered != steps:
                 raise QuellError(f"steps={steps:,} but the recurrence was made for {covered:,} steps: make a new one")
         _check_tables(self.recurrence)
+        _ = self.magnitudes  # refuses noise that float32 would round away
+
+    @cached_property
+    def magnitudes(self) -> Magnitudes:
+        """How large the fresh draw and the sums of a row are, before scales."""
+        return require_fresh_draws("this noise", self.recurrence, self.steps)
+
+    @cached_property
+    def shortfall(self) -> float:
+        """How much smaller float32 coefficients can make the noise; the scale makes up for it."""
+        lost = shortfall(self.recurrence, self.steps)
+        if not lost <= MOST_SHORTFALL:
+            raise QuellError(
+                f"rounding the coefficients to float32 could make this noise smaller by {lost:.1%} over {self.steps:,} "
+                "steps: choose a strategy that remembers fewer steps, such as a smaller lambda"
+            )
+        return lost
 
     @classmethod
     def of(cls, source: NoiseSpec | Mechanism | Plan, max_grad_norm: float | None = None) -> NoiseSpec:
@@ -104,6 +126,7 @@ class Recipe:
     buffers: int
     taps: NDArray[np.float32]
     scales: NDArray[np.float32]  # (1,) or (n,): what multiplies row t
+    grids: NDArray[np.float32]  # as many: the power of 2 of which release t is a multiple
     keep_draw: bool = False
     moves: NDArray[np.int32] | None = None
 
@@ -115,34 +138,46 @@ class Recipe:
     def taps_at(self, step: int) -> NDArray[np.float32]:
         return np.asarray(self.taps[min(step, len(self.taps) - 1)])
 
-    def scale_at(self, step: int) -> np.float32:
-        return np.float32(self.scales[min(step, len(self.scales) - 1)])
+    def scale_at(self, step: int) -> tuple[np.float32, np.float32]:
+        """Scale and grid of a step."""
+        row = min(step, len(self.scales) - 1)
+        return np.float32(self.scales[row]), np.float32(self.grids[row])
 
 
 def _recipe(spec: NoiseSpec, buffered: bool) -> Recipe:
     recurrence, n = spec.recurrence, spec.steps
     if buffered and not isinstance(recurrence, Regenerate):
         raise QuellError(f"buffered=True is a choice only where draws are remade; {_name(recurrence)} always buffers")
-    scales = np.ones(1) if recurrence.row_scale is None else recurrence.row_scale
-    scales32 = _float32("scale", scales * spec.scale)
-    if not np.all((scales32 >= LEAST_SCALE) & (scales32 <= MOST_SCALE)):
-        raise QuellError(
-            f"scale={spec.scale:g}, with the row scale, leaves {LEAST_SCALE:g} to {MOST_SCALE:g}, where float32 noise "
-            "is whole: choose another max_grad_norm, and scale the loss to match"
-        )
+    scales32, grids = _scales_and_grids(spec)
     if isinstance(recurrence, Regenerate):
         taps = _float32("noising", np.atleast_2d(recurrence.noising[:n]))
         kind: Kind = "ring" if buffered else "regenerate"
-        return Recipe(kind, n, taps.shape[1] - 1 if buffered else 0, taps, scales32, keep_draw=buffered)
+        return Recipe(kind, n, taps.shape[1] - 1 if buffered else 0, taps, scales32, grids, keep_draw=buffered)
     if isinstance(recurrence, Ring):
         bands = np.atleast_2d(recurrence.bands)[:, :n]
         taps64 = -bands / bands[:, :1]
         taps64[:, 0] = 1.0 / bands[:, 0]
-        return Recipe("ring", n, bands.shape[1] - 1, _float32("bands", taps64), scales32)
+        return Recipe("ring", n, bands.shape[1] - 1, _float32("bands", taps64), scales32, grids)
     if isinstance(recurrence, Exponentials):
         taps = _float32("scales and decays", np.concatenate([recurrence.scales, recurrence.decays])[None])
-        return Recipe("exponentials", n, len(recurrence.decays), taps, scales32)
-    return Recipe("fenwick", n, recurrence.buffers, np.zeros((1, 0), np.float32), scales32, moves=_fenwick_moves(n))
+        return Recipe("exponentials", n, len(recurrence.decays), taps, scales32, grids)
+    nothing = np.zeros((1, 0), np.float32)
+    return Recipe("fenwick", n, recurrence.buffers, nothing, scales32, grids, moves=_fenwick_moves(n))
+
+
+def _scales_and_grids(spec: NoiseSpec) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What multiplies each row, a little more than promised so that no rounding makes it less, and the grids."""
+    rows, found = spec.recurrence.row_scale, spec.magnitudes
+    wanted = spec.scale * (1 + _ROUNDED_ONCE) / (1 - spec.shortfall) * (np.ones(1) if rows is None else rows)
+    scales, fresh, sums = np.broadcast_arrays(_float32("scale", wanted), found.fresh, found.sums)
+    within = [(scales >= LEAST_SCALE) & (scales <= MOST_SCALE), fresh >= LEAST_SCALE, sums <= MOST_SCALE]
+    if not np.all([*within, fresh * scales >= LEAST_SCALE, sums * scales <= MOST_SCALE]):
+        raise QuellError(
+            f"scale={spec.scale:g}, with the row scale, leaves {LEAST_SCALE:g} to {MOST_SCALE:g}, where float32 noise "
+            "is whole: choose another max_grad_norm, and scale the loss to match"
+        )
+    _, exponents = np.frexp(sums * scales)  # 2**exponents is at least that
+    return np.ascontiguousarray(scales), np.ldexp(np.float32(1), exponents - GRID_BITS).astype(np.float32)
 
 
 def _fenwick_moves(n: int) -> NDArray[np.int32]:

@@ -50,6 +50,7 @@ def knobs(generator: str, kind: str, buffers: int) -> Knobs:
 POINTER, FIRST_PROGRAM, FIRST_SPAN, OFFSET, LENGTH, TENSOR, BUFFER, KEY = (tl.constexpr(i) for i in range(8))
 COLUMNS = tl.constexpr(8)
 ALIGNED = tl.constexpr(16)  # bytes, what vectors need
+WHOLE = tl.constexpr(2.0**23)  # float32 numbers from here on are whole
 UNSPECIALISED = ["steps", "scale_rows", "count", "tap_rows", "stride"]
 
 
@@ -60,7 +61,7 @@ def regenerate(
 ):  # fmt: skip
     """x_t = Σ_j taps_j·z_{t−j}, all z made anew."""
     data, _, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
-    t, scale = _now(counter, scales, scale_rows, steps)
+    t, scale, grid = _now(counter, scales, scale_rows, steps)
     at, lane = _lanes(WORDS, PART)
     draws = tl.minimum(count, t + 1).to(tl.int32)
     for skip in range(start // PART * PART, stop, PART):
@@ -78,7 +79,7 @@ def regenerate(
             tap = tl.load(taps + j)
             x = _fused(tap, z, x)
         g = _load(data + skip, at, start - skip, stop - skip, WORDS)
-        _add(data + skip, g, x, scale, at, start - skip, stop - skip)
+        _add(data + skip, g, x, scale, grid, at, start - skip, stop - skip)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -89,7 +90,7 @@ def ring(
 ):  # fmt: skip
     """x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d} over `count` kept rows; then x_t is kept, or z_t if KEEP_DRAW."""
     data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
-    t, scale = _now(counter, scales, scale_rows, steps)
+    t, scale, grid = _now(counter, scales, scale_rows, steps)
     at, lane = _lanes(WORDS, PART)
     kept += buffers
     taps += tl.minimum(t, tap_rows - 1) * (count + 1)
@@ -120,7 +121,7 @@ def ring(
                 _store(kept + oldest * stride + skip, x, at, start - skip, stop - skip)
         if AHEAD == 0:
             g = _load(data + skip, at, start - skip, stop - skip, WORDS)
-        _add(data + skip, g, x, scale, at, start - skip, stop - skip)
+        _add(data + skip, g, x, scale, grid, at, start - skip, stop - skip)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -130,7 +131,7 @@ def exponentials(
 ):  # fmt: skip
     """x_t = z_t + Σ_i taps_i·s_i, then s_i ← z_t + taps_{count+i}·s_i."""
     data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
-    t, scale = _now(counter, scales, scale_rows, steps)
+    t, scale, grid = _now(counter, scales, scale_rows, steps)
     at, lane = _lanes(WORDS, PART)
     kept += buffers
     for skip in range(start // PART * PART, stop, PART):
@@ -146,7 +147,7 @@ def exponentials(
             _store(state, s, at, start - skip, stop - skip)
             state += stride  # i·stride would overflow 32 bits
         g = _load(data + skip, at, start - skip, stop - skip, WORDS)
-        _add(data + skip, g, x, scale, at, start - skip, stop - skip)
+        _add(data + skip, g, x, scale, grid, at, start - skip, stop - skip)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -156,7 +157,7 @@ def fenwick(
 ):  # fmt: skip
     """node = z_t + buffer[moves_t0], x_t = node − buffer[moves_t1], node kept in buffer[moves_t2]; −1 is no buffer."""
     data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
-    t, scale = _now(counter, scales, scale_rows, steps)
+    t, scale, grid = _now(counter, scales, scale_rows, steps)
     at, lane = _lanes(WORDS, PART)
     kept += buffers
     moves += tl.minimum(t, steps - 1) * 3
@@ -173,7 +174,7 @@ def fenwick(
         x = _fused(-1.0, y, node)
         _store(kept + into * stride + skip, node, at, start - skip, stop - skip)
         g = _load(data + skip, at, start - skip, stop - skip, WORDS)
-        _add(data + skip, g, x, scale, at, start - skip, stop - skip)
+        _add(data + skip, g, x, scale, grid, at, start - skip, stop - skip)
 
 
 @triton.jit
@@ -213,9 +214,11 @@ def _lanes(WORDS: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _now(counter, scales, scale_rows, steps):
+    """The step, and its row of `scales`: what multiplies the noise, and the grid that the release is rounded to."""
     t = tl.load(counter)
-    scale = tl.load(scales + tl.minimum(t, scale_rows - 1), mask=t < steps, other=float("nan"))
-    return t, scale
+    scales += 2 * tl.minimum(t, scale_rows - 1)
+    scale = tl.load(scales, mask=t < steps, other=float("nan"))
+    return t, scale, tl.load(scales + 1)
 
 
 @triton.jit
@@ -276,13 +279,18 @@ def _store(base, values, at, start, stop):
 
 
 @triton.jit
-def _add(data, g, x, scale, at, start, stop):
-    """gradient + (scale·x rounded to float32), rounded once to the gradient's dtype."""
+def _add(data, g, x, scale, grid, at, start, stop):
+    """gradient + scale·x in float32, rounded to a multiple of the grid, then to the gradient's dtype.
+
+    From 2²³ times the grid on, every float32 is a multiple.
+    """
     sums = ()
+    inverse = 1.0 / grid
     for v in tl.static_range(len(x)):
-        noise = x[v] * scale
-        total = g[v] + noise if g[v].dtype == tl.float64 else g[v].to(tl.float32) + noise
-        sums += (total.to(g[v].dtype),)
+        total = g[v].to(tl.float32) + x[v] * scale
+        units = total * inverse
+        nearest = tl.floor(units + 0.5) * grid  # halves go up: to even, odd multiples would be rarer
+        sums += (tl.where(tl.abs(units) < WHOLE, nearest, total).to(g[v].dtype),)
     _store(data, sums, at, start, stop)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from quell._types import Array
+from quell.algebra.descent import Convergence
 from quell.errors import QuellError
 from quell.sampling import Participation
 from quell.strategy.band_toeplitz import band_toeplitz, checked_bands
@@ -38,8 +39,11 @@ def band(workload: Workload, participation: Participation, bands: int, solution:
         return banded.optimise(start.row_bands, inverse, on_iteration=watch)
 
     once = Participation.single(workload.steps)
-    rows, how = solve("band", workload, once, {"bands": bands}, search, solution, (workload.steps, bands))
-    return BandedStrategy("band", rows, {"bands": bands}, how)
+
+    def made(rows: Array, how: Convergence | None) -> BandedStrategy:
+        return BandedStrategy("band", rows, {"bands": bands}, how)
+
+    return solve("band", workload, once, {"bands": bands}, search, solution, (workload.steps, bands), made)
 
 
 def dense(workload: Workload, participation: Participation, solution: Array | None = None) -> BandedStrategy:
@@ -62,8 +66,10 @@ def dense(workload: Workload, participation: Participation, solution: Array | No
             rows[d:, d] = np.diagonal(matrix, -d)
         return rows, how
 
-    rows, how = solve("dense", workload, participation, {}, search, solution, (n, n))
-    return BandedStrategy("dense", rows, {}, how)
+    def made(rows: Array, how: Convergence | None) -> BandedStrategy:
+        return BandedStrategy("dense", rows, {}, how)
+
+    return solve("dense", workload, participation, {}, search, solution, (n, n), made)
 
 
 def _planned_bands(limits: Limits) -> Candidates:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import partial
 
 from quell._types import Array
+from quell.algebra.descent import Convergence
 from quell.sampling import Participation
 from quell.strategy.family import DIVERGENCE, HORIZON, Candidates, Family, Limits
 from quell.strategy.fractional import best_lambda
@@ -50,15 +51,13 @@ def band_inv(
     parameters: dict[str, Parameter] = {"bands": bands, "objective": objective}
     if divergence is not None:
         parameters[DIVERGENCE] = divergence
-    theta, how = solve("band_inv", workload, participation, parameters, search, solution, (bands,))
-    return ToeplitzStrategy(
-        "band_inv",
-        workload.steps,
-        given_noising=theta,
-        parameters=parameters,
-        solution=theta,
-        convergence=how,
-    )
+
+    def made(theta: Array, how: Convergence | None) -> ToeplitzStrategy:
+        return ToeplitzStrategy(
+            "band_inv", workload.steps, given_noising=theta, parameters=parameters, solution=theta, convergence=how
+        )
+
+    return solve("band_inv", workload, participation, parameters, search, solution, (bands,), made)
 
 
 def _planned(limits: Limits) -> Candidates:

@@ -12,6 +12,7 @@ to be amplified by balls-in-bins sampling.
 from __future__ import annotations
 
 from quell._types import Array
+from quell.algebra.descent import Convergence
 from quell.errors import QuellError
 from quell.sampling import Participation
 from quell.strategy.family import DIVERGENCE, HORIZON, Family, Limits
@@ -45,8 +46,11 @@ def band_toeplitz(
         pattern = Participation.single(workload.steps)
     else:
         parameters[DIVERGENCE] = divergence
-    c, how = solve("band_toeplitz", workload, pattern, parameters, search, solution, (bands,))
-    return ToeplitzStrategy("band_toeplitz", workload.steps, c, parameters=parameters, solution=c, convergence=how)
+
+    def made(c: Array, how: Convergence | None) -> ToeplitzStrategy:
+        return ToeplitzStrategy("band_toeplitz", workload.steps, c, parameters=parameters, solution=c, convergence=how)
+
+    return solve("band_toeplitz", workload, pattern, parameters, search, solution, (bands,), made)
 
 
 def checked_bands(bands: int, participation: Participation) -> int:

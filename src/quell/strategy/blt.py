@@ -12,6 +12,7 @@ from typing import Literal, cast
 import numpy as np
 
 from quell._types import Array
+from quell.algebra.descent import Convergence
 from quell.errors import QuellError
 from quell.sampling import Participation
 from quell.strategy.family import HORIZON, Candidates, Family, Limits
@@ -59,21 +60,23 @@ def blt(
         return np.array([found.gaps, found.noising_gaps]).reshape(2, -1), how
 
     parameters = {"buffers": buffers, "objective": objective}
-    numbers, how = solve(
-        "blt", workload, participation, parameters, search, solution, (2, None if solution is None else buffers)
-    )
-    # C decides the sensitivity and C⁻¹ makes the noise; both follow from the decays, so they cannot disagree.
-    found = exponentials.from_gaps(*numbers.tolist())
-    return ToeplitzStrategy(
-        "blt",
-        workload.steps,
-        exponentials.coefficients(found, workload.steps),
-        exponentials.noising_coefficients(found, workload.steps),
-        exponentials=Exponentials(np.array(found.noising_scales), np.array(found.noising_decays)),
-        parameters={"buffers": found.buffers, "objective": objective},
-        solution=numbers,
-        convergence=how,
-    )
+
+    def made(numbers: Array, how: Convergence | None) -> ToeplitzStrategy:
+        # C decides the sensitivity and C⁻¹ makes the noise; both follow from the decays, so they cannot disagree.
+        found = exponentials.from_gaps(*numbers.tolist())
+        return ToeplitzStrategy(
+            "blt",
+            workload.steps,
+            exponentials.coefficients(found, workload.steps),
+            exponentials.noising_coefficients(found, workload.steps),
+            exponentials=Exponentials(np.array(found.noising_scales), np.array(found.noising_decays)),
+            parameters={"buffers": found.buffers, "objective": objective},
+            solution=numbers,
+            convergence=how,
+        )
+
+    shape = (2, None if solution is None else buffers)
+    return solve("blt", workload, participation, parameters, search, solution, shape, made)
 
 
 def _buffers(limits: Limits) -> Candidates:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from quell.algebra.descent import Convergence
 from quell.errors import QuellError
 from quell.progress import announce
 from quell.sampling import Participation
+from quell.strategy.structure import BandedStrategy, ToeplitzStrategy
 from quell.workload import Workload
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ _SOLVER = 3  # raised when a better optimiser makes old cache entries worth repl
 
 Solution = tuple[Array, Convergence]
 Watch = Callable[[Convergence], None]
+Built = TypeVar("Built", ToeplitzStrategy, BandedStrategy)
 
 
 def solve(
@@ -34,12 +37,17 @@ def solve(
     search: Callable[[Watch], Solution],
     known: Array | None,
     shape: tuple[int | None, ...],
-) -> tuple[Array, Convergence | None]:
-    """The solution of one optimisation problem: the one that is already known, a stored one, or a fresh one."""
+    make: Callable[[Array, Convergence | None], Built],
+) -> Built:
+    """The strategy that `make` builds from the solution of one optimisation problem.
+
+    The solution is the one that is already known, a stored one, or a fresh one. The folder of stored ones may hold
+    anything: what `make` refuses is searched anew.
+    """
     if known is not None:
         if not _fits(known, shape):
             raise QuellError(f"the given solution of {family} has shape {known.shape} instead of {shape}")
-        return known, None
+        return make(known, None)
 
     def watch(so_far: Convergence) -> None:
         announce(f"{family}: iteration {so_far.iterations}, last step gained {max(so_far.last_improvement, 0.0):.1e}")
@@ -55,11 +63,22 @@ def solve(
         "workload": fingerprint(workload),
         "participation": [participation.steps, participation.separation, participation.count],
     }
-    array, facts = cache.remember(problem, fresh, lambda entry: _fits(entry[0], shape) and _is_report(entry[1]))
+    accepted: list[Built] = []
+
+    def is_sound(entry: cache.Entry) -> bool:
+        accepted.clear()
+        if _fits(entry[0], shape) and _is_report(entry[1]):
+            with suppress(QuellError):
+                accepted.append(make(entry[0], Convergence(**entry[1])))
+        return bool(accepted)
+
+    array, facts = cache.remember(problem, fresh, is_sound)
+    if accepted:
+        return accepted[0]
     how = Convergence(**facts)
     if not how.converged or not _fits(array, shape):
         raise QuellError(f"the search for {family} did not converge ({how.reason.rstrip('.')}): try fewer bands")
-    return array, how
+    return make(array, how)
 
 
 def _fits(array: Array, shape: tuple[int | None, ...]) -> bool:

@@ -2,7 +2,8 @@
 
 A strategy is immutable data. Whatever its family, it can say its size, its dense matrices when they are small,
 and its recurrence: how its noise is made and what that costs. One that was found by optimisation also carries
-its `solution`, the numbers that a plan file has to keep, and how the search converged. Sensitivity, error and
+its `solution`, the numbers that a plan file has to keep, and how the search converged. What cannot be made in
+float32 without losing noise (`quell.strategy.precision`) cannot be built. Sensitivity, error and
 accounting are free functions over these structures, so a new family is one file that returns one of them.
 """
 
@@ -19,6 +20,7 @@ from quell._types import Array
 from quell.algebra import series, streaming
 from quell.algebra.descent import Convergence
 from quell.errors import QuellError
+from quell.strategy.precision import require_fresh_draws
 from quell.strategy.recurrence import Exponentials, Fenwick, Recurrence, Regenerate, Ring
 
 Parameter = int | float | bool | str
@@ -56,6 +58,7 @@ class ToeplitzStrategy:
             )
         if not self.inversion_error <= _INVERSE:
             raise QuellError(f"{self.family}: C and C^-1 are not inverse to each other, or not to be told in float64")
+        require_fresh_draws(self.family, self.recurrence, self.steps)
 
     def __repr__(self) -> str:
         return describe(self)
@@ -171,6 +174,7 @@ class BandedStrategy:
             raise QuellError(
                 f"{self.family}: C has entries that are not finite, or a diagonal that is not positive or too small"
             )
+        require_fresh_draws(self.family, self.recurrence, self.steps)
 
     def __repr__(self) -> str:
         return describe(self)
@@ -226,6 +230,9 @@ class TreeStrategy:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     solution: None = None
     convergence: None = None
+
+    def __post_init__(self) -> None:
+        require_fresh_draws(self.family, self.recurrence, self.steps)
 
     def __repr__(self) -> str:
         return describe(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -121,13 +121,9 @@ def _spent(run: Run) -> tuple[float, str]:
 
 def leading_block(strategy: ToeplitzStrategy, steps: int) -> ToeplitzStrategy:
     """The first `steps` rows and columns of C: what the first `steps` releases depend on."""
-    scale = strategy.column_scale
-    return ToeplitzStrategy(
-        strategy.family,
-        steps,
-        given_coefficients=strategy.coefficients[:steps],
-        column_scale=None if scale is None else scale[:steps],
-    )
+    given = (strategy.given_coefficients, strategy.given_noising, strategy.column_scale)
+    coefficients, noising, scale = (None if values is None else values[:steps] for values in given)
+    return replace(strategy, steps=steps, given_coefficients=coefficients, given_noising=noising, column_scale=scale)
 
 
 _ASSUMPTIONS = {
