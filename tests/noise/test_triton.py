@@ -9,6 +9,7 @@ import copy
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from quell.noise import Key, Shard, generators, normal, triton_kernels, triton_r
 from quell.noise.cpu import CpuEngine  # noqa: E402
 from quell.noise.gpu import GpuEngine  # noqa: E402
 from quell.noise.layout import LANES  # noqa: E402
+from quell.noise.spec import NO_GRID, Recipe  # noqa: E402
 
 from .cases import STEPS, spec  # noqa: E402
 
@@ -45,6 +47,11 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _gradients(dtype: Any = torch.float32) -> list[Any]:
     return [torch.full((shard.length,), 0.5, dtype=dtype, device=DEVICE) for shard in SHARDS]
+
+
+def _plain() -> Recipe:
+    """Draws as they are, neither scaled nor rounded."""
+    return replace(spec("independent").recipe(), scales=np.ones(1, np.float32), grids=np.full(1, NO_GRID))
 
 
 @triton.jit
@@ -83,7 +90,7 @@ def test_words_equal_the_reference_bit_for_bit(generator: str) -> None:
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_draws_equal_the_reference(generator: str, seeded: Seeded) -> None:
     key = seeded(41)
-    engine = GpuEngine(spec("independent").recipe(), generator, key, SHARDS, DEVICE)
+    engine = GpuEngine(_plain(), generator, key, SHARDS, DEVICE)
     engine.restore(7, None)
     made = [gradient.zero_() for gradient in _gradients()]
     engine.add(made)
@@ -224,7 +231,7 @@ def test_rare_second_words_are_drawn(generator: str) -> None:
     words = generators.words(generator, key, 0, 0, np.arange(2**22 // count, dtype=np.uint64), 0)
     pair, block = np.argwhere(words[0::2] < normal.REFINE_BELOW)[0].tolist()
     offset = block // LANES * count * LANES + 2 * pair * LANES + block % LANES
-    engine = GpuEngine(spec("independent").recipe(), generator, key, (Shard(0, offset, 1),), DEVICE)
+    engine = GpuEngine(_plain(), generator, key, (Shard(0, offset, 1),), DEVICE)
     made = torch.zeros(1, device=DEVICE)
     engine.add([made])
     np.testing.assert_allclose(made.cpu().numpy(), generators.normals(generator, key, 0, 0, offset, 1), rtol=1e-6)
