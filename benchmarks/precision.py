@@ -1,7 +1,7 @@
 """How much of each step's fresh noise float32 keeps: every family at many lengths, and what it costs to know.
 
-    python benchmarks/precision.py            # up to a million steps, some minutes
-    python benchmarks/precision.py --quick    # up to 1,000 steps
+    python benchmarks/precision.py            # 10 to a million steps, some minutes
+    python benchmarks/precision.py 10 1000    # these numbers of steps only
 
 Growth is the bound of `quell.strategy.precision`: the largest sum in a row over the fresh draw, at the worst step
 (refused above 4,096). Shortfall is how much smaller float32 coefficients can make the noise, which the noise's scale
@@ -58,7 +58,7 @@ def requests(n: int, separation: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main() -> None:
-    lengths = [n for n in LENGTHS if n <= (1000 if "--quick" in sys.argv else 10**9)]
+    lengths = [int(argument) for argument in sys.argv[1:]] or LENGTHS
     worst: dict[str, tuple[float, str]] = {}
     low: dict[str, tuple[float, str]] = {}
     slowest: dict[str, tuple[float, str]] = {}

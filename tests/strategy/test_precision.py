@@ -184,6 +184,20 @@ def test_a_million_steps_are_measured_in_a_fraction_of_a_second(name: str) -> No
     assert growth < 1000
 
 
+def test_sums_that_cancel_on_the_way_are_not_refused() -> None:
+    """Almost what bsr is with a momentum near 1: the bound by the triangle inequality would be 5,300."""
+    assert precision.measure(Ring(np.ones(16)), 1_000_000).growth == pytest.approx(np.sqrt(2e6 / 16), rel=0.01)
+
+
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=5), st.integers(2, 30))
+def test_the_sums_themselves_are_at_most_the_quick_bound(tail: list[float], steps: int) -> None:
+    taps = np.asarray(tail, np.float32).astype(np.float64).tobytes()
+    quick = precision._ring_growth.__wrapped__(taps, steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "MOST_GROWTH", 0.0)
+        assert precision._ring_growth.__wrapped__(taps, steps) <= quick * (1 + 1e-9)
+
+
 def test_prices_and_comparisons_refuse_it_too() -> None:
     problem = Problem(SUMS, Cyclic(STEPS, 10), 4, 1.0, 1e-5)
     with pytest.raises(QuellError, match=REFUSED):

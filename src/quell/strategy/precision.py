@@ -24,6 +24,7 @@ from quell.errors import QuellError
 from quell.strategy.recurrence import Exponentials, Fenwick, Recurrence, Regenerate, Ring
 
 MOST_GROWTH = 2.0**12
+_FEW_BANDS, _HOPELESS = 512, 2.0**24  # up to so many bands, and so large a bound, partial sums are added up one by one
 _DENSE = 4096  # up to so many steps a C with many diagonals is inverted as a dense matrix
 
 
@@ -115,13 +116,24 @@ def _toeplitz_ring(bands: Array, steps: int) -> Magnitudes:
 
 @lru_cache(maxsize=8)
 def _ring_growth(taps: bytes, steps: int) -> float:
-    """1 + the largest Σ_d taps_d·y_{t−d}, of which ‖taps‖₁·‖h‖₂ and ‖taps‖₂·‖h‖₁ are bounds, h the series of C⁻¹."""
+    """The largest partial sum of z_t − Σ_d taps_d·y_{t−d}: a quick bound, or where that is too large the exact value.
+
+    With h the series of C⁻¹, ‖taps‖₁·‖h‖₂ and ‖taps‖₂·‖h‖₁ are bounds for Σ_d. Rows only grow, so the last one counts.
+    """
     given = np.frombuffer(taps)
     if not given.size:
         return 1.0
-    h = np.abs(series.reciprocal(np.concatenate([[1.0], given]), steps))
-    weights = np.abs(given)
-    return 1.0 + float(min(weights.sum() * np.linalg.norm(h), np.linalg.norm(weights) * h.sum()))
+    h = series.reciprocal(np.concatenate([[1.0], given]), steps)
+    size, length = np.abs(given), np.linalg.norm(h)
+    bound = 1.0 + float(min(size.sum() * length, np.linalg.norm(size) * np.abs(h).sum()))
+    if not MOST_GROWTH < bound < _HOPELESS or len(given) > _FEW_BANDS:
+        return bound
+    partial, largest = np.zeros(steps), 1.0
+    partial[0] = 1.0
+    for lag, tap in enumerate(given[: steps - 1], start=1):
+        partial[lag:] -= tap * h[: steps - lag]
+        largest = max(largest, float(np.linalg.norm(partial)))
+    return largest
 
 
 def _banded_ring(bands: Array) -> Magnitudes:
