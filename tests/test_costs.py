@@ -33,13 +33,30 @@ def measured(device: str) -> list[tuple[int, int, float]]:
     return [(*known[name], float(ms) * 1e6 / parameters) for name, ms in rows if name in known]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["h200", "cpu"])
 def test_the_cost_model_fits_its_benchmark(device):
     """Never below what was measured by much, and at most twice as much, which is what rings of buffers are granted."""
     rows = measured(device)
     assert len(rows) == 7
     for buffers, draws, nanoseconds in rows:
         assert 0.85 * nanoseconds < DEVICES[device].of(buffers, draws) < 2.1 * nanoseconds
+
+
+def test_derived_costs_of_chacha8_follow_their_rule():
+    """Linear in the rounds, with Philox's measured costs as what none would leave; on the CPU 0.61 times a draw."""
+    text = (RESULTS / "noise_gpu.md").read_text().split("## 100,000,000")[1].split("##")[0]
+    one, sixteen = (
+        float(re.search(rf"^\| {noise} \| philox \| ([\d.]+)", text, re.MULTILINE)[1]) * 1e-2  # ms at 10⁸ to ns
+        for noise in ("independent", "BISR p=16")
+    )
+    many, few = DEVICES["h200"], DEVICES["h200-chacha8"]
+    assert few.base == pytest.approx(one + 8 / 20 * (many.base - one), rel=0.03)
+    draw = (sixteen - one) / 15
+    assert few.draw == pytest.approx(draw + 8 / 20 * (many.draw - draw), rel=0.03)
+    assert DEVICES["cpu-chacha8"].draw == pytest.approx(0.61 * DEVICES["cpu"].draw, rel=0.03)
+    for device in ("h200", "cpu"):
+        assert DEVICES[f"{device}-chacha8"].base < DEVICES[device].base
+        assert DEVICES[f"{device}-chacha8"].buffer == DEVICES[device].buffer
 
 
 def test_a_time_limit_is_a_share_of_the_step():

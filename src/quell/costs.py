@@ -5,7 +5,8 @@
 Three numbers per device, fitted to the measurements in `benchmarks/results/noise_*.md` (10⁸ float32 parameters on a
 GPU, 10⁷ on a CPU, ChaCha20): `base` is adding independent noise to a gradient, `draw` making one more noise vector anew
 from its counters, `buffer` reading and writing one more model-sized vector, as a `blt` does (a ring of buffers writes
-only one of them and takes half). `quell bench` measures them on this machine and keeps them in the cache folder, where
+only one of them and takes half). Those of ChaCha8 (`h200-chacha8`, `cpu-chacha8`) are derived, not measured, by the rule
+in `quell.noise.buffering`: linear in the rounds, with Philox as what none would leave. `quell bench` measures them on this machine, with ChaCha20, and keeps them in the cache folder, where
 `device("measured")` finds them.
 
 A limit on noise time is a share of the time of a training step. It is turned into nanoseconds per parameter when a plan
@@ -83,7 +84,9 @@ class TimeLimit:
 
 DEVICES = {
     "h200": NoiseCost(base=0.0040, draw=0.0036, buffer=0.0015),  # noise_gpu.md: 0.404 ms, p=16 5.804, BLT d=4 1.013
+    "h200-chacha8": NoiseCost(base=0.0029, draw=0.0023, buffer=0.0015),
     "cpu": NoiseCost(base=1.4, draw=0.7, buffer=0.15),  # noise_cpu.md, two cores: 15.9 ms, p=16 117.9, BLT d=4 19.8
+    "cpu-chacha8": NoiseCost(base=1.1, draw=0.43, buffer=0.15),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from quell.mechanism import Problem
 from quell.noise import Key, NoiseSpec, NoiseStream, Shard
 from quell.noise.audit import Audit, audit, audit_stream, collect
+from quell.noise.layout import WORDS
 from quell.sampling import Participation
 from quell.sensitivity import sensitivity
 from quell.strategy.recurrence import Regenerate
@@ -20,7 +21,7 @@ from .cases import CASES, STEPS, matrix, spec, strategy
 
 Seeded = Callable[[int], Key]
 SIZES = [(40, 50), 1500, 37]
-GENERATORS = ("chacha20", "philox")
+GENERATORS = tuple(WORDS)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)

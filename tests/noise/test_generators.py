@@ -11,13 +11,23 @@ from scipy import stats
 
 from quell.noise import Key, cpu_kernels, generators, layout, normal
 from quell.noise.layout import LANES, WORDS
+from quell.noise.spec import NO_GRID
 
-GENERATORS = ("chacha20", "philox")
+GENERATORS = tuple(WORDS)
 KEY = Key(bytes(range(32)))
 
 
 def _words(*values: int) -> tuple[NDArray[np.uint32], ...]:
     return tuple(np.array([value], np.uint32) for value in values)
+
+
+def _compiled(generator: str, step: int, tensor: int, offset: int, length: int) -> NDArray[np.float32]:
+    """The normals by the CPU kernels, neither scaled nor rounded."""
+    made, one = np.zeros(length, np.float32), np.ones(1, np.float32)
+    key, rounds = generators.key_words(generator, KEY, tensor), layout.chacha_rounds(generator)
+    first, last = offset // layout.UNIT, -(-(offset + length) // layout.UNIT)
+    cpu_kernels.regenerate(made, offset, first, last, rounds, key, tensor, step, one, one[0], NO_GRID)
+    return made
 
 
 # Random123 1.14, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, result.
@@ -44,7 +54,7 @@ def test_chacha20_matches_rfc_8439_section_2_3_2() -> None:
         "e4e7f110 15593bd1 1fdd0f50 c47120a3 c7f4d1c7 0368c033 9aaa2204 4e6cd4c3 "
         "466482d2 09aa9f07 05d7c214 a2028bd9 d19c12b5 b94e16de e883d0cb 4e3c50a2"
     )
-    words = generators.chacha20_block(KEY.words(), counter)[:, 0]  # type: ignore[arg-type]
+    words = generators.chacha_block(20, KEY.words(), counter)[:, 0]  # type: ignore[arg-type]
     assert " ".join(f"{word:08x}" for word in words) == expected
 
 
@@ -61,8 +71,83 @@ RFC_A1 = [
 @pytest.mark.parametrize(("key", "counter", "nonce", "expected"), RFC_A1)
 def test_chacha20_matches_rfc_8439_appendix_a1(key: bytes, counter: int, nonce: bytes, expected: str) -> None:
     state = _words(counter, *np.frombuffer(nonce, "<u4").tolist())
-    words = generators.chacha20_block(np.frombuffer(key, "<u4"), state)[:, 0]  # type: ignore[arg-type]
+    words = generators.chacha_block(20, np.frombuffer(key, "<u4"), state)[:, 0]  # type: ignore[arg-type]
     assert words.astype("<u4").tobytes()[:16].hex() == expected
+
+
+# draft-strombergson-chacha-test-vectors-01, 256-bit keys, 8 rounds: test case, key, 64-bit nonce, the first 64 bytes of
+# the key stream and the first 16 of its second block.
+CHACHA8_VECTORS = {
+    "TC1": (
+        "00" * 32,
+        "00" * 8,
+        "3e00ef2f895f40d67f5bb8e81f09a5a12c840ec3ce9a7f3b181be188ef711a1e"
+        "984ce172b9216f419f445367456d5619314a42a3da86b001387bfdb80e0cfe42",
+        "d2aefa0deaa5c151bf0adb6c01f2a5ad",
+    ),
+    "TC4": (
+        "ff" * 32,
+        "ff" * 8,
+        "e163bbf8c9a739d18925ee8362dad2cdc973df05225afb2aa26396f2a9849a4a"
+        "445e0547d31c1623c537df4ba85c70a9884a35bcbf3dfab077e98b0f68135f54",
+        "81d4933f8b322ac0cd762c27235ce2b3",
+    ),
+    "TC8": (
+        "c46ec1b18ce8a878725a37e780dfb7351f68ed2e194c79fbc6aebee1a667975d",
+        "1ada31d5cf688221",
+        "838751b42d8ddd8a3d77f48825a2ba752cf4047cb308a5978ef274973be374c9"
+        "6ad848065871417b08f034e681fe46a93f7d5c61d1306614d4aaf257a7cff08b",
+        "16f2fda170cc18a4b58a2667ed962774",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHACHA8_VECTORS)
+def test_chacha8_matches_the_published_vectors(case: str) -> None:
+    """A 64-bit block counter and a 64-bit nonce there: words 12, 13 and 14, 15."""
+    key, nonce, first, second = map(bytes.fromhex, CHACHA8_VECTORS[case])
+    for block, expected in enumerate((first, second)):
+        state = _words(block, 0, *np.frombuffer(nonce, "<u4").tolist())
+        words = generators.chacha_block(8, np.frombuffer(key, "<u4"), state)[:, 0]  # type: ignore[arg-type]
+        assert words.astype("<u4").tobytes()[: len(expected)] == expected
+
+
+def _plain_chacha(rounds: int, key: bytes, counter: list[int]) -> list[int]:
+    """ChaCha from its paper, with Python's whole numbers: one quarter-round at a time, as a matrix and its diagonals."""
+    start = [*np.frombuffer(b"expand 32-byte k" + key, "<u4").tolist(), *counter]
+    x = list(start)
+    for number in range(rounds):
+        for column in range(4):
+            a, b, c, d = (4 * row + (column + row * (number % 2)) % 4 for row in range(4))
+            for one, two, three, turn in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+                x[one] = (x[one] + x[two]) % 2**32
+                x[three] ^= x[one]
+                x[three] = (x[three] << turn | x[three] >> (32 - turn)) % 2**32
+    return [(end + begin) % 2**32 for end, begin in zip(x, start, strict=True)]
+
+
+@pytest.mark.parametrize(("generator", "rounds"), [("chacha20", 20), ("chacha8", 8)])
+def test_chacha_words_equal_a_plain_implementation(generator: str, rounds: int) -> None:
+    random = np.random.default_rng(7)
+    for _ in range(20):
+        key = Key(random.bytes(32))
+        block, step, tensor = int(random.integers(2**48)), *map(int, random.integers(2**32, size=2))
+        for purpose in (layout.DRAW, layout.REFINE):
+            words = generators.words(generator, key, step, tensor, np.array([block], np.uint64), purpose)[:, 0]
+            counter = [block % 2**32, block >> 32 | purpose << 16, step, tensor]
+            assert words.tolist() == _plain_chacha(rounds, key.reveal(), counter)
+
+
+def test_generators_share_no_words_under_one_key() -> None:
+    """Key and counters are the same; a different number of rounds must not leave related words."""
+    blocks = np.arange(2**14, dtype=np.uint64)
+    few, many = (generators.words(name, KEY, 1, 2, blocks, layout.DRAW) for name in ("chacha8", "chacha20"))
+    assert not np.any(np.all(few == many, axis=0))
+    for related in (few ^ many, few - many):
+        ones = np.unpackbits(related.view(np.uint8)).mean()
+        assert abs(ones - 0.5) < 5 * 0.5 / np.sqrt(32 * related.size)
+    a, b = (generators.normals(name, KEY, 1, 2, 0, 2**18).astype(np.float64) for name in ("chacha8", "chacha20"))
+    assert abs(np.mean(a * b)) < 5 / np.sqrt(2**18)
 
 
 def test_chacha20_tiles_are_openssl_s_key_stream() -> None:
@@ -116,12 +201,7 @@ def test_the_compiled_path_equals_the_reference(
     generator: str, step: int, tensor: int, offset: int, length: int
 ) -> None:
     expected = generators.normals(generator, KEY, step, tensor, offset, length)
-    key = KEY.words() if generator == "chacha20" else KEY.philox_words(tensor)
-    made = np.zeros(length, np.float32)
-    one = np.ones(1, np.float32)
-    first, last = offset // layout.UNIT, -(-(offset + length) // layout.UNIT)
-    cpu_kernels.regenerate(made, offset, first, last, generator == "chacha20", key, tensor, step, one, one[0])
-    np.testing.assert_array_equal(made, expected)
+    np.testing.assert_array_equal(_compiled(generator, step, tensor, offset, length), expected)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
@@ -183,10 +263,7 @@ def test_refinement_is_used_by_every_path(generator: str) -> None:
         tile, lane = divmod(int(block), LANES)
         offset = tile * WORDS[generator] * LANES + 2 * int(pair) * LANES + lane
         reference = generators.normals(generator, KEY, 0, 0, offset, 1)
-        made, one = np.zeros(1, np.float32), np.ones(1, np.float32)
-        key = KEY.words() if generator == "chacha20" else KEY.philox_words(0)
-        unit = offset // layout.UNIT
-        cpu_kernels.regenerate(made, offset, unit, unit + 1, generator == "chacha20", key, 0, 0, one, one[0])
+        made = _compiled(generator, 0, 0, offset, 1)
         assert made[0] == reference[0]
         w, angle = words[2 * pair, block], words[2 * pair + 1, block]
         unrefined = np.sqrt(-2 * np.log((float(w) + 0.5) / 2**32)) * np.cos(

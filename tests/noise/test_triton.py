@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,14 @@ from quell import QuellError  # noqa: E402
 from quell.noise import Key, Shard, generators, normal, triton_kernels, triton_random  # noqa: E402
 from quell.noise.cpu import CpuEngine  # noqa: E402
 from quell.noise.gpu import GpuEngine  # noqa: E402
-from quell.noise.layout import LANES  # noqa: E402
+from quell.noise.layout import LANES, WORDS, chacha_rounds  # noqa: E402
 from quell.noise.spec import NO_GRID, Recipe  # noqa: E402
 
 from .cases import STEPS, spec  # noqa: E402
 
 Seeded = Callable[[int], Key]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-GENERATORS = ("chacha20", "philox")
+GENERATORS = tuple(WORDS)
 SHARDS = (Shard(0, 1000, 700), Shard(3, 0, 0), Shard(5, 2**40 + 5, 33), Shard(2, 0, 1))
 
 
@@ -55,16 +56,16 @@ def _plain() -> Recipe:
 
 
 @triton.jit
-def _store_words(key, counters, out, CHACHA: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_words(key, counters, out, ROUNDS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     lane = tl.arange(0, SIZE)
     block, high = tl.load(counters + lane), tl.load(counters + SIZE)
     step, tensor = tl.load(counters + SIZE + 1), tl.load(counters + SIZE + 2)
-    if CHACHA:
-        words = triton_random.chacha20(triton_random.load_key(CHACHA, key), block, high, step, tensor)
+    if ROUNDS:
+        words = triton_random.chacha(ROUNDS, triton_random.load_key(ROUNDS, key), block, high, step, tensor)
         for i in tl.static_range(16):
             tl.store(out + i * SIZE + lane, words[i])
     else:
-        words = triton_random.philox(triton_random.load_key(CHACHA, key), block, high, step, tensor)
+        words = triton_random.philox(triton_random.load_key(ROUNDS, key), block, high, step, tensor)
         for i in tl.static_range(4):
             tl.store(out + i * SIZE + lane, words[i])
 
@@ -73,9 +74,10 @@ def _store_words(key, counters, out, CHACHA: tl.constexpr, SIZE: tl.constexpr): 
 def test_words_equal_the_reference_bit_for_bit(generator: str) -> None:
     """Words are integers, so the compiled generator has no excuse: random counters and keys, the largest included."""
     random, lanes = np.random.default_rng(40), 32
-    reference = generators.chacha20_block if generator == "chacha20" else generators.philox4x32
+    rounds = chacha_rounds(generator)
+    reference = partial(generators.chacha_block, rounds) if rounds else generators.philox4x32
     for trial in range(8):
-        key = random.integers(0, 2**32, 8 if generator == "chacha20" else 2, dtype=np.uint32)
+        key = random.integers(0, 2**32, 8 if rounds else 2, dtype=np.uint32)
         counters = random.integers(0, 2**32, lanes + 3, dtype=np.uint32)
         if trial == 0:
             key[:], counters[:] = 2**32 - 1, 2**32 - 1
@@ -83,7 +85,7 @@ def test_words_equal_the_reference_bit_for_bit(generator: str) -> None:
         expected = reference(key, (counters[:lanes], *rest))  # type: ignore[arg-type]
         made = torch.zeros(expected.shape, dtype=torch.uint32, device=DEVICE)
         arguments = (torch.from_numpy(values).to(DEVICE) for values in (key, counters))
-        _store_words[(1,)](*arguments, made, CHACHA=generator == "chacha20", SIZE=lanes)
+        _store_words[(1,)](*arguments, made, ROUNDS=rounds, SIZE=lanes)
         np.testing.assert_array_equal(made.cpu().numpy(), expected)
 
 
@@ -141,19 +143,23 @@ def test_what_is_loaded_ahead_changes_no_bit(ahead: int, seeded: Seeded, monkeyp
 
 
 def test_rings_with_few_rows_have_knobs_of_their_own() -> None:
-    ring = triton_kernels.knobs("chacha20", "ring", 2)
+    ring = triton_kernels.knobs("chacha20", replace(spec("bisr").recipe(4), taps=np.ones((1, 3)), buffers=2))
     assert ring.ahead == 2  # no more than are kept
-    for kind, buffers in [("regenerate", 0), ("exponentials", 2), ("fenwick", 2), ("ring", 1000)]:
-        assert triton_kernels.knobs("chacha20", kind, buffers) == triton_kernels.KNOBS["chacha20"]
+    others = [spec("bisr").recipe(), spec("bisr").recipe(2), spec("blt").recipe(), spec("tree").recipe()]
+    for recipe in [*others, replace(spec("bsr").recipe(), taps=np.ones((1, 1001)), buffers=1000)]:
+        assert triton_kernels.knobs("chacha20", recipe) == triton_kernels.KNOBS["chacha20"]
 
 
-def test_buffered_equals_regenerated(seeded: Seeded) -> None:
+@pytest.mark.parametrize(("generator", "keep", "start"), [("philox", 4, 6), ("philox", 2, 6), ("chacha8", 1, 1)])
+def test_buffered_equals_regenerated(generator: str, keep: int, start: int, seeded: Seeded) -> None:
+    """All of the four old draws are kept, or a part of them while the older ones are made again."""
     shards, key = (Shard(0, 5, 60),), seeded(43)
-    remade = GpuEngine(spec("bisr").recipe(), "philox", key, shards, DEVICE)
-    kept = GpuEngine(spec("bisr").recipe(buffered=True), "philox", key, shards, DEVICE)
-    kept.restore(6, None)  # makes the four kept draws anew
-    remade.restore(6, None)
-    for _ in range(2):
+    remade = GpuEngine(spec("bisr").recipe(), generator, key, shards, DEVICE)
+    kept = GpuEngine(spec("bisr").recipe(keep), generator, key, shards, DEVICE)
+    assert (kept.recipe.buffers, kept.recipe.remade) == (keep, 4 - keep)
+    kept.restore(start, None)  # makes the kept draws anew
+    remade.restore(start, None)
+    for _ in range(3):
         a, b = torch.zeros(60, device=DEVICE), torch.zeros(60, device=DEVICE)
         remade.add([a])
         kept.add([b])
@@ -227,7 +233,7 @@ def test_past_the_last_step_nothing_looks_like_noise(seeded: Seeded) -> None:
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_rare_second_words_are_drawn(generator: str) -> None:
     """The element whose radius word is small, found by search, gets its second word."""
-    key, count = Key(bytes(range(32))), {"chacha20": 16, "philox": 4}[generator]
+    key, count = Key(bytes(range(32))), WORDS[generator]
     words = generators.words(generator, key, 0, 0, np.arange(2**22 // count, dtype=np.uint64), 0)
     pair, block = np.argwhere(words[0::2] < normal.REFINE_BELOW)[0].tolist()
     offset = block // LANES * count * LANES + 2 * pair * LANES + block % LANES

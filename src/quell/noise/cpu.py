@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from quell.noise import cpu_kernels as kernels
 from quell.noise.arrays import is_torch, to_torch
+from quell.noise.generators import key_words
 from quell.noise.key import Key
-from quell.noise.layout import UNIT, Shard
+from quell.noise.layout import UNIT, Shard, chacha_rounds
 from quell.noise.secrecy import never_copied
 from quell.noise.spec import NO_GRID, Recipe
 
@@ -34,8 +35,8 @@ class CpuEngine:
         self, recipe: Recipe, generator: str, key: Key, shards: tuple[Shard, ...], threads: int | None
     ) -> None:
         self.recipe, self.shards, self.step = recipe, shards, 0
-        self._chacha = generator == "chacha20"
-        self._keys = [key.words() if self._chacha else key.philox_words(shard.tensor) for shard in shards]
+        self._rounds = chacha_rounds(generator)
+        self._keys = [key_words(generator, key, shard.tensor) for shard in shards]
         ends = list(accumulate((shard.length for shard in shards), initial=0))
         self._parts = [slice(start, stop) for start, stop in pairwise(ends)]  # of the buffers, by shard
         self._buffers: Floats = np.zeros((recipe.buffers, ends[-1]), np.float32)
@@ -79,7 +80,7 @@ class CpuEngine:
     def _draw(self, out: Floats, step: int, number: int, first: int, last: int) -> None:
         """Add the plain normals of one step to a buffer."""
         shard, one = self.shards[number], np.ones(1, np.float32)
-        where = (out[self._parts[number]], shard.offset, first, last, self._chacha)
+        where = (out[self._parts[number]], shard.offset, first, last, self._rounds)
         kernels.regenerate(*where, self._keys[number], shard.tensor, step, one, one[0], NO_GRID)
 
     def _row(self, number: int, target: Floats, first: int, last: int) -> None:
@@ -96,7 +97,7 @@ class CpuEngine:
             assert recipe.moves is not None
             kernel, rest = kernels.fenwick, (*scale, *kept, *map(int, recipe.moves[step]))
         # The key's words are in no local variable: some tracebacks print those.
-        kernel(target, shard.offset, first, last, self._chacha, self._keys[number], shard.tensor, step, *rest)
+        kernel(target, shard.offset, first, last, self._rounds, self._keys[number], shard.tensor, step, *rest)
 
     def _run(self, work: Callable[[int, int, int], None]) -> None:
         """Call work(number, first, last) for runs of units that cover every shard."""

@@ -102,12 +102,15 @@ def _double_round(x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x1
 
 
 @njit(cache=True)
-def _chacha_tile(key, low, high, step, tensor, out):
+def _chacha_tile(rounds, key, low, high, step, tensor, out):
+    """8 rounds, or 20."""
     k0, k1, k2, k3, k4, k5, k6, k7 = key[0], key[1], key[2], key[3], key[4], key[5], key[6], key[7]
     for lane in range(LANES):  # the rounds are written out, because only then does LLVM vectorise over lanes
         s = (S0, S1, S2, S3, k0, k1, k2, k3, k4, k5, k6, k7, u32(low + u32(lane)), high, step, tensor)
-        x = _double_round(*_double_round(*_double_round(*_double_round(*_double_round(*s)))))
-        x = _double_round(*_double_round(*_double_round(*_double_round(*_double_round(*x)))))
+        x = _double_round(*_double_round(*_double_round(*_double_round(*s))))
+        if rounds == 20:
+            x = _double_round(*_double_round(*_double_round(*x)))
+            x = _double_round(*_double_round(*_double_round(*x)))
         out[0, lane] = u32(x[0] + s[0])
         out[1, lane] = u32(x[1] + s[1])
         out[2, lane] = u32(x[2] + s[2])
@@ -147,12 +150,12 @@ def _philox_tile(key, low, high, step, tensor, out):
 
 
 @njit(cache=True)
-def _unit_words(chacha, key, unit, purpose, step, tensor, out):
-    """(16, LANES) the words of one unit: one tile of ChaCha20, four of Philox."""
-    if chacha:
+def _unit_words(rounds, key, unit, purpose, step, tensor, out):
+    """(16, LANES) the words of one unit: one tile of ChaCha, four of Philox, which is 0 rounds of ChaCha."""
+    if rounds:
         block = unit * LANES
         high = u32((block >> 32) | (purpose << 16))
-        _chacha_tile(key, u32(block & 0xFFFFFFFF), high, u32(step), u32(tensor), out)
+        _chacha_tile(rounds, key, u32(block & 0xFFFFFFFF), high, u32(step), u32(tensor), out)
     else:
         for tile in range(4):
             block = (4 * unit + tile) * LANES
@@ -235,15 +238,15 @@ def _refine(words, second, z):
 
 
 @njit(nogil=True, cache=True)
-def draw(chacha, key, step, tensor, unit, words, z):
+def draw(rounds, key, step, tensor, unit, words, z):
     """Fill z (units, 16, LANES) with the normals of consecutive units from `unit` on; `words` is scratch like z."""
     for u in range(len(z)):
-        _unit_words(chacha, key, unit + u, 0, step, tensor, words[u])
+        _unit_words(rounds, key, unit + u, 0, step, tensor, words[u])
     for u in range(len(z)):
         _unit_normals(words[u], z[u])
         if _least_radius(words[u]) < REFINE_BELOW:
             second = np.empty((16, LANES), np.uint32)
-            _unit_words(chacha, key, unit + u, REFINE, step, tensor, second)
+            _unit_words(rounds, key, unit + u, REFINE, step, tensor, second)
             _refine(words[u], second, z[u])
 
 
@@ -289,34 +292,35 @@ def _scratch():
 
 
 @njit(cache=True)
-def _drawn(unit, last, offset, length, chacha, key, step, tensor, words, z):
+def _drawn(unit, last, offset, length, rounds, key, step, tensor, words, z):
     """The new normals of the group at `unit`, and where [a, b) in the shard they belong."""
     here = min(len(z), last - unit)
-    draw(chacha, key, step, tensor, unit, words, z[:here])
+    draw(rounds, key, step, tensor, unit, words, z[:here])
     a, b, shift = _clip(unit, here, offset, length)
     return z.reshape(GROUP)[shift : shift + b - a], a, b
 
 
 @njit(nogil=True, cache=True)
-def regenerate(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, grid):
+def regenerate(gradient, offset, first, last, rounds, key, tensor, step, taps, scale, grid):
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):
-        new, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
+        new, a, b = _drawn(unit, last, offset, len(gradient), rounds, key, step, tensor, words, z)
         row = scratch[: b - a]
         for i in range(b - a):
             row[i] = f32(taps[0] * new[i])
         for j in range(1, min(len(taps), step + 1)):
-            old, _, _ = _drawn(unit, last, offset, len(gradient), chacha, key, step - j, tensor, words, z)
+            old, _, _ = _drawn(unit, last, offset, len(gradient), rounds, key, step - j, tensor, words, z)
             _accumulate(row, taps[j], old)
         _add(gradient[a:b], row, scale, grid)
 
 
 @njit(nogil=True, cache=True)
-def ring(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, grid, buffers, base, keep_draw):
-    count = len(taps) - 1
+def ring(gradient, offset, first, last, rounds, key, tensor, step, taps, scale, grid, buffers, base, keep_draw):
+    """Taps beyond the kept rows belong to older draws, which are made anew."""
+    count = len(buffers)
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):
-        new, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
+        new, a, b = _drawn(unit, last, offset, len(gradient), rounds, key, step, tensor, words, z)
         row = scratch[: b - a]
         for i in range(b - a):
             row[i] = f32(taps[0] * new[i])
@@ -324,15 +328,18 @@ def ring(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, 
             _accumulate(row, taps[d], buffers[(step + count - d) % count, base + a : base + b])
         if count > 0:
             buffers[step % count, base + a : base + b] = new if keep_draw else row
+        for j in range(count + 1, min(len(taps), step + 1)):
+            old, _, _ = _drawn(unit, last, offset, len(gradient), rounds, key, step - j, tensor, words, z)
+            _accumulate(row, taps[j], old)
         _add(gradient[a:b], row, scale, grid)
 
 
 @njit(nogil=True, cache=True)
-def exponentials(gradient, offset, first, last, chacha, key, tensor, step, taps, scale, grid, buffers, base):
+def exponentials(gradient, offset, first, last, rounds, key, tensor, step, taps, scale, grid, buffers, base):
     count = len(taps) // 2
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):
-        new, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
+        new, a, b = _drawn(unit, last, offset, len(gradient), rounds, key, step, tensor, words, z)
         row = scratch[: b - a]
         row[:] = new
         for i in range(count):
@@ -345,10 +352,10 @@ def exponentials(gradient, offset, first, last, chacha, key, tensor, step, taps,
 
 
 @njit(nogil=True, cache=True)
-def fenwick(gradient, offset, first, last, chacha, key, tensor, step, scale, grid, buffers, base, plus, minus, keep):
+def fenwick(gradient, offset, first, last, rounds, key, tensor, step, scale, grid, buffers, base, plus, minus, keep):
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):
-        node, a, b = _drawn(unit, last, offset, len(gradient), chacha, key, step, tensor, words, z)
+        node, a, b = _drawn(unit, last, offset, len(gradient), rounds, key, step, tensor, words, z)
         row = scratch[: b - a]
         if plus >= 0:
             _accumulate(node, f32(1), buffers[plus, base + a : base + b])

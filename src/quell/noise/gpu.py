@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from quell.errors import QuellError
 from quell.noise import triton_kernels as kernels
+from quell.noise.generators import key_words
 from quell.noise.key import Key
-from quell.noise.layout import LANES, WORDS, Shard
+from quell.noise.layout import LANES, WORDS, Shard, chacha_rounds
 from quell.noise.secrecy import never_copied
 from quell.noise.spec import NO_GRID, Recipe
 
@@ -51,14 +52,10 @@ class GpuEngine:
     ) -> None:
         self.recipe, self.shards, self.device = recipe, shards, device
         self._generator = generator
-        self._knobs = kernels.knobs(generator, recipe.kind, recipe.buffers)
+        self._knobs = kernels.knobs(generator, recipe)
         self._known_step, self._graphs = 0, False  # once a graph was captured, only the device knows the step
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self._key = self._upload(
-            key.words()
-            if generator == "chacha20"
-            else np.array([key.philox_words(s.tensor) for s in shards], np.uint32)
-        )
+        self._key = self._upload(np.array([key_words(generator, key, s.tensor) for s in shards], np.uint32))
         self._taps = self._upload(recipe.taps)
         self._scales = self._upload(np.stack([recipe.scales, recipe.grids], axis=1))
         self._moves = None if recipe.moves is None else self._upload(recipe.moves)
@@ -154,8 +151,9 @@ class GpuEngine:
         if recipe.kind == "regenerate":
             self._start(kernels.regenerate, launch, (*scales, self._taps, recipe.taps.shape[1]))
         elif recipe.kind == "ring":
-            arguments = (*scales, self._taps, len(recipe.taps), *kept)
-            self._start(kernels.ring, launch, arguments, KEEP_DRAW=recipe.keep_draw, AHEAD=self._knobs.ahead)
+            arguments = (*scales, self._taps, *recipe.taps.shape, *kept)
+            options = {"KEEP_DRAW": recipe.keep_draw, "REMAKE": recipe.remade > 0, "AHEAD": self._knobs.ahead}
+            self._start(kernels.ring, launch, arguments, **options)
         elif recipe.kind == "exponentials":
             self._start(kernels.exponentials, launch, (*scales, self._taps, *kept))
         else:
@@ -169,7 +167,7 @@ class GpuEngine:
                 self._key,
                 self._counter,
                 *arguments,
-                CHACHA=self._generator == "chacha20",
+                ROUNDS=chacha_rounds(self._generator),
                 DTYPE=DTYPES[launch.dtype],
                 WORDS=WORDS[self._generator],
                 SPAN=self._knobs.span,
@@ -191,10 +189,10 @@ class GpuEngine:
             firsts = [shard.offset // self._knobs.span for shard in shards]
             counts = [-(-shard.stop // self._knobs.span) - first for shard, first in zip(shards, firsts, strict=True)]
             starts = list(accumulate(counts, initial=0))[:-1]
-            key_words = 2 if self._generator == "philox" else 0  # per tensor; ChaCha20 has one key for all
+            key_size = self._key.shape[1]
             table = np.array(
                 [
-                    (0, start, first, shard.offset, shard.length, shard.tensor, self._parts[i].start, key_words * i)
+                    (0, start, first, shard.offset, shard.length, shard.tensor, self._parts[i].start, key_size * i)
                     for i, shard, start, first in zip(members, shards, starts, firsts, strict=True)
                 ],
                 np.int64,

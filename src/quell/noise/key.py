@@ -112,7 +112,7 @@ class Key:
         return self._secret
 
     def words(self) -> NDArray[np.uint32]:
-        """(8,) the key as ChaCha20 takes it: little-endian words."""
+        """(8,) the key as ChaCha takes it: little-endian words."""
         return np.frombuffer(self._secret, dtype="<u4").astype(np.uint32)
 
     def philox_words(self, tensor: int) -> NDArray[np.uint32]:

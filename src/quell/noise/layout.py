@@ -1,7 +1,7 @@
 """Which random word belongs to which element: the bit-for-bit contract that every implementation follows.
 
 A normal is addressed by (key, step, tensor, element), the element counted in C order over the *unsharded* tensor.
-Elements come in tiles. A generator turns one counter into a block of W words (16 for ChaCha20, 4 for Philox); a tile
+Elements come in tiles. A generator turns one counter into a block of W words (16 for ChaCha, 4 for Philox); a tile
 is `LANES` consecutive blocks and covers W·LANES consecutive elements:
 
     element = tile·W·LANES + word·LANES + lane        block = tile·LANES + lane
@@ -10,11 +10,11 @@ so `LANES` neighbouring elements come from `LANES` neighbouring blocks: a GPU la
 block and all its stores are contiguous across lanes. Words 2i and 2i+1 of a block are the radius and the angle of one
 Box–Muller pair, whose two normals take the elements of those two words.
 
-The 128 counter bits are, in four 32-bit words, the same for both generators:
+The 128 counter bits are, in four 32-bit words, the same for all generators:
 
     block bits 0–31 | block bits 32–47 and, above them, the purpose (16 bits) | step | tensor
 
-For ChaCha20 these are words 12–15 of the state (RFC 8439's counter and nonce) under the whole 256-bit key; for Philox
+For ChaCha these are words 12–15 of the state (RFC 8439's counter and nonce) under the whole 256-bit key; for Philox
 they are the counter, under a 64-bit key derived per tensor. Purpose 0 is the words of the tile, purpose 1 the second
 radius word of the rare pairs that need one (`quell.noise.normal`).
 """
@@ -30,7 +30,8 @@ from typing import Any, Final
 from quell.errors import QuellError
 
 LANES: Final = 32
-WORDS: Final = {"chacha20": 16, "philox": 4}  # words per block, by generator
+CHACHA_ROUNDS: Final = {"chacha20": 20, "chacha8": 8}  # every other generator is not a ChaCha
+WORDS: Final = {**dict.fromkeys(CHACHA_ROUNDS, 16), "philox": 4}  # words per block, by generator
 DRAW, REFINE = 0, 1  # purposes
 
 UNIT: Final = max(WORDS.values()) * LANES  # elements of the largest tile; every tile divides it
@@ -86,8 +87,13 @@ def element_count(tensor: Any) -> int:
 
 def require_generator(name: str) -> str:
     if name not in WORDS:
-        raise QuellError(f"generator={name!r} is not known: take {' or '.join(WORDS)}")
+        raise QuellError(f"generator={name!r} is not known: take {', '.join(WORDS)}")
     return name
+
+
+def chacha_rounds(generator: str) -> int:
+    """How many rounds of ChaCha make a block, which is what the kernels are told; 0 stands for Philox."""
+    return CHACHA_ROUNDS.get(generator, 0)
 
 
 def tile_size(generator: str) -> int:

@@ -38,7 +38,7 @@ class NoiseSpec:
     """`scale`·C⁻¹Z over `steps` steps, C given by its recurrence.
 
     >>> spec = NoiseSpec(Regenerate(np.array([1.0, -0.9])), steps=100, scale=0.7)
-    >>> spec.recipe().buffers, spec.recipe(buffered=True).buffers
+    >>> spec.recipe().buffers, spec.recipe(keep=15).buffers
     (0, 1)
     """
 
@@ -91,9 +91,9 @@ class NoiseSpec:
             raise QuellError(f"noise is made from a Plan, a Mechanism or a NoiseSpec, not from {type(source).__name__}")
         return cls(strategy.recurrence, strategy.steps, max_grad_norm * mechanism.noise_multiplier)
 
-    def recipe(self, buffered: bool = False) -> Recipe:
-        """The same as float32 tables. `buffered` keeps the old draws of a `Regenerate` instead of remaking them."""
-        return _recipe(self, buffered)
+    def recipe(self, keep: float = 0) -> Recipe:
+        """The same as float32 tables. Of the old draws of a `Regenerate`, up to `keep` are kept, the others remade."""
+        return _recipe(self, keep)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -117,7 +117,7 @@ class Recipe:
     """A recurrence as the compiled kernels take it: float32 tables, the scale folded in.
 
     `taps` is (1, p) or (n, p). regenerate: x_t = Σ_j taps_j·z_{t−j}. ring: x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d},
-    then x_t is kept (or z_t, if `keep_draw`). exponentials: (1, 2d), the weights, then the decays. fenwick: empty, and
+    then x_t is kept (or z_t, if `keep_draw`: then there may be taps for draws older than those kept, which are remade). exponentials: (1, 2d), the weights, then the decays. fenwick: empty, and
     `moves` (n, 3) says which buffer is added, which subtracted and which written, −1 for none.
     """
 
@@ -129,6 +129,11 @@ class Recipe:
     grids: NDArray[np.float32]  # as many: the power of 2 of which release t is a multiple
     keep_draw: bool = False
     moves: NDArray[np.int32] | None = None
+
+    @property
+    def remade(self) -> int:
+        """How many of the old draws are made again in every step."""
+        return 0 if self.kind not in ("regenerate", "ring") else self.taps.shape[1] - 1 - self.buffers
 
     @property
     def saved_buffers(self) -> int:
@@ -144,15 +149,15 @@ class Recipe:
         return np.float32(self.scales[row]), np.float32(self.grids[row])
 
 
-def _recipe(spec: NoiseSpec, buffered: bool) -> Recipe:
+def _recipe(spec: NoiseSpec, keep: float) -> Recipe:
     recurrence, n = spec.recurrence, spec.steps
-    if buffered and not isinstance(recurrence, Regenerate):
+    if keep and not isinstance(recurrence, Regenerate):
         raise QuellError(f"buffered=True is a choice only where draws are remade; {_name(recurrence)} always buffers")
     scales32, grids = _scales_and_grids(spec)
     if isinstance(recurrence, Regenerate):
         taps = _float32("noising", np.atleast_2d(recurrence.noising[:n]))
-        kind: Kind = "ring" if buffered else "regenerate"
-        return Recipe(kind, n, taps.shape[1] - 1 if buffered else 0, taps, scales32, grids, keep_draw=buffered)
+        kept = int(min(keep, taps.shape[1] - 1))
+        return Recipe("ring" if kept else "regenerate", n, kept, taps, scales32, grids, keep_draw=kept > 0)
     if isinstance(recurrence, Ring):
         bands = np.atleast_2d(recurrence.bands)[:, :n]
         taps64 = -bands / bands[:, :1]

@@ -7,6 +7,7 @@ data order is the plan's own. Then the noise is the same too, and a repeated rel
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quell.errors import QuellError, require_count
 from quell.noise import arrays, state
-from quell.noise.buffering import worth_buffering
+from quell.noise.buffering import draws_to_keep
 from quell.noise.guard import REPLAY, ReleaseGuard
 from quell.noise.key import Key
 from quell.noise.layout import Shard, require_disjoint, require_generator, whole
@@ -56,8 +57,9 @@ class NoiseStream:
     that holds only slices passes `shards` instead, one per tensor it will hand to `add_`.
 
     Old draws of a banded-inverse strategy with p coefficients are made again by default, which needs no memory. Allow
-    `memory`, counted in float32 copies of the model, and they are kept where that fits and is faster on the device at
-    hand (`quell.noise.buffering`): p−1 buffers for p−1 fewer draws per step, the same bits. `buffered` decides by hand.
+    `memory`, counted in float32 copies of the model, and as many of them as fit are kept where that is faster on the
+    device at hand (`quell.noise.buffering`): a buffer for each draw less per step, at most p−1, the same bits.
+    `buffered` decides by hand: all of them or none.
 
     >>> import numpy as np
     >>> from quell.noise import Key, NoiseSpec, NoiseStream
@@ -97,7 +99,7 @@ class NoiseStream:
             raise QuellError(f"buffered={buffered!r} must be True, False or 'auto'")
         copies = _require_memory(memory)
         self._memory = copies if buffered == "auto" else None  # None: decided by hand
-        self._recipe = self.spec.recipe(buffered is True)
+        self._recipe = self.spec.recipe(math.inf if buffered is True else 0)
         self._threads = None if threads is None else require_count("threads", threads)
         self._key = key
         if ledger is None and key.loaded and not key.seeded:
@@ -256,8 +258,9 @@ class NoiseStream:
     def _make_engine(self, device: Any) -> Engine:
         kind = "cpu" if device is None else device.type
         if self._memory is not None and isinstance(self.spec.recurrence, Regenerate) and kind in ("cpu", "cuda"):
-            kept = worth_buffering(self._recipe.taps.shape[1], kind, self.generator, self._memory)
-            self._recipe = self.spec.recipe(buffered=kept)
+            self._recipe = self.spec.recipe(
+                draws_to_keep(self._recipe.taps.shape[1], kind, self.generator, self._memory)
+            )
         if kind == "cpu":
             from quell.noise.cpu import CpuEngine
 

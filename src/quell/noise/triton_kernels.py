@@ -7,9 +7,9 @@ vectors. The step is read from device memory, so a captured CUDA graph replays t
 step the scale is NaN, which no one can mistake for noise.
 
 Tuning knobs are at the top; they change speed only, never the numbers. Few registers per thread let many warps hide
-each other's waiting; at these limits Philox spills nothing to memory, ChaCha20 a few values outside its rounds. A ring
-with few rows can load them all before it makes the draw, which then hides their way from memory; that takes registers
-for each row, so fewer warps.
+each other's waiting; at these limits Philox spills nothing to memory, ChaCha20 a few values outside its rounds. ChaCha8
+has the settings of ChaCha20 and was not tuned. A ring with few rows can load them all before it makes the draw, which
+then hides their way from memory; that takes registers for each row, so fewer warps.
 """
 
 # mypy: ignore-errors
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from quell.noise.spec import Recipe
 from quell.noise.triton_random import LANES, load_key, normals
 
 
@@ -32,18 +33,20 @@ class Knobs(NamedTuple):
     ahead: int = 0  # how many kept rows a ring loads, with the gradient, before it makes the draw
 
 
-KNOBS = {"chacha20": Knobs(1024, 512, 80), "philox": Knobs(2048, 256, 64)}
+KNOBS = {"chacha20": Knobs(1024, 512, 80), "chacha8": Knobs(1024, 512, 80), "philox": Knobs(2048, 256, 64)}
 RING_KNOBS = {  # for rings that keep at most so many rows, smallest first; others take theirs from above
     "chacha20": {3: Knobs(1024, 512, 128, ahead=3)},
+    "chacha8": {3: Knobs(1024, 512, 128, ahead=3)},
     "philox": {},
 }
 
 
-def knobs(generator: str, kind: str, buffers: int) -> Knobs:
-    """The settings for a kernel of this kind; no more is loaded ahead than is kept."""
-    few = (found for most, found in RING_KNOBS[generator].items() if kind == "ring" and buffers <= most)
+def knobs(generator: str, recipe: Recipe) -> Knobs:
+    """The settings for a recipe's kernel; no more is loaded ahead than is kept, and nothing where draws are remade."""
+    waits = recipe.kind == "ring" and not recipe.remade  # for its rows, more than for its draws
+    few = (found for most, found in RING_KNOBS[generator].items() if waits and recipe.buffers <= most)
     chosen = next(few, KNOBS[generator])
-    return chosen._replace(ahead=min(chosen.ahead, buffers))
+    return chosen._replace(ahead=min(chosen.ahead, recipe.buffers))
 
 
 # Columns of `rows`, int64.
@@ -51,16 +54,16 @@ POINTER, FIRST_PROGRAM, FIRST_SPAN, OFFSET, LENGTH, TENSOR, BUFFER, KEY = (tl.co
 COLUMNS = tl.constexpr(8)
 ALIGNED = tl.constexpr(16)  # bytes, what vectors need
 WHOLE = tl.constexpr(2.0**23)  # float32 numbers from here on are whole
-UNSPECIALISED = ["steps", "scale_rows", "count", "tap_rows", "stride"]
+UNSPECIALISED = ["steps", "scale_rows", "count", "tap_rows", "width", "stride"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def regenerate(
     programs, rows, key, counter, scales, scale_rows, steps, taps, count,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
+    ROUNDS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """x_t = Σ_j taps_j·z_{t−j}, all z made anew."""
-    data, _, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
+    data, _, key, block, high, tensor, start, stop = _place(programs, rows, key, ROUNDS, DTYPE, WORDS, SPAN)
     t, scale, grid = _now(counter, scales, scale_rows, steps)
     at, lane = _lanes(WORDS, PART)
     draws = tl.minimum(count, t + 1).to(tl.int32)
@@ -69,13 +72,13 @@ def regenerate(
         x = _nothing(at, WORDS)
         made = 0
         # Apart, the first draw saves Philox 10% of its instructions, ChaCha20 4% but for 4 times the compile time.
-        if not CHACHA:
-            z = normals(CHACHA, key, low, high, t.to(tl.uint32), tensor)
+        if ROUNDS == 0:
+            z = normals(ROUNDS, key, low, high, t.to(tl.uint32), tensor)
             tap = tl.load(taps)
             x = _fused(tap, z, x)
             made = 1
         for j in range(made, draws):
-            z = normals(CHACHA, key, low, high, (t - j).to(tl.uint32), tensor)
+            z = normals(ROUNDS, key, low, high, (t - j).to(tl.uint32), tensor)
             tap = tl.load(taps + j)
             x = _fused(tap, z, x)
         g = _load(data + skip, at, start - skip, stop - skip, WORDS)
@@ -84,16 +87,19 @@ def regenerate(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def ring(
-    programs, rows, key, counter, scales, scale_rows, steps, taps, tap_rows, buffers, count, stride,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
-    KEEP_DRAW: tl.constexpr, AHEAD: tl.constexpr,
+    programs, rows, key, counter, scales, scale_rows, steps, taps, tap_rows, width, buffers, count, stride,
+    ROUNDS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
+    KEEP_DRAW: tl.constexpr, REMAKE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d} over `count` kept rows; then x_t is kept, or z_t if KEEP_DRAW."""
-    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
+    """x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d} over `count` kept rows; then x_t is kept, or z_t if KEEP_DRAW.
+
+    There are `width` taps; if REMAKE, those beyond the kept rows belong to older draws, which are made anew.
+    """
+    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, ROUNDS, DTYPE, WORDS, SPAN)
     t, scale, grid = _now(counter, scales, scale_rows, steps)
     at, lane = _lanes(WORDS, PART)
     kept += buffers
-    taps += tl.minimum(t, tap_rows - 1) * (count + 1)
+    taps += tl.minimum(t, tap_rows - 1) * width
     oldest = t % tl.maximum(count, 1)  # a 64-bit remainder is slow: once will do
     for skip in range(start // PART * PART, stop, PART):
         slot = oldest
@@ -103,7 +109,7 @@ def ring(
             early += (_load(kept + slot * stride + skip, at, start - skip, stop - skip, WORDS),)
         if AHEAD > 0:  # with many rows the registers are worth more to other warps
             g = _load(data + skip, at, start - skip, stop - skip, WORDS)
-        z = normals(CHACHA, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
+        z = normals(ROUNDS, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
         tap = tl.load(taps)
         x = _scaled(tap, z)
         for d in tl.static_range(AHEAD):
@@ -119,6 +125,11 @@ def ring(
                 _store(kept + oldest * stride + skip, z, at, start - skip, stop - skip)
             else:
                 _store(kept + oldest * stride + skip, x, at, start - skip, stop - skip)
+        if REMAKE:
+            for j in range(count + 1, tl.minimum(width, t + 1).to(tl.int32)):
+                old = normals(ROUNDS, key, block + skip // WORDS + lane, high, (t - j).to(tl.uint32), tensor)
+                tap = tl.load(taps + j)
+                x = _fused(tap, old, x)
         if AHEAD == 0:
             g = _load(data + skip, at, start - skip, stop - skip, WORDS)
         _add(data + skip, g, x, scale, grid, at, start - skip, stop - skip)
@@ -127,15 +138,15 @@ def ring(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def exponentials(
     programs, rows, key, counter, scales, scale_rows, steps, taps, buffers, count, stride,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
+    ROUNDS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """x_t = z_t + Σ_i taps_i·s_i, then s_i ← z_t + taps_{count+i}·s_i."""
-    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
+    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, ROUNDS, DTYPE, WORDS, SPAN)
     t, scale, grid = _now(counter, scales, scale_rows, steps)
     at, lane = _lanes(WORDS, PART)
     kept += buffers
     for skip in range(start // PART * PART, stop, PART):
-        z = normals(CHACHA, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
+        z = normals(ROUNDS, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
         x = z
         state = kept + skip
         for i in range(count):
@@ -153,10 +164,10 @@ def exponentials(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def fenwick(
     programs, rows, key, counter, scales, scale_rows, steps, moves, buffers, stride,
-    CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
+    ROUNDS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """node = z_t + buffer[moves_t0], x_t = node − buffer[moves_t1], node kept in buffer[moves_t2]; −1 is no buffer."""
-    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, CHACHA, DTYPE, WORDS, SPAN)
+    data, kept, key, block, high, tensor, start, stop = _place(programs, rows, key, ROUNDS, DTYPE, WORDS, SPAN)
     t, scale, grid = _now(counter, scales, scale_rows, steps)
     at, lane = _lanes(WORDS, PART)
     kept += buffers
@@ -167,7 +178,7 @@ def fenwick(
     stop_plus = tl.where(plus >= 0, stop, start)
     stop_minus = tl.where(minus >= 0, stop, start)
     for skip in range(start // PART * PART, stop, PART):
-        node = normals(CHACHA, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
+        node = normals(ROUNDS, key, block + skip // WORDS + lane, high, t.to(tl.uint32), tensor)
         y = _load(kept + tl.maximum(plus, 0) * stride + skip, at, start - skip, stop_plus - skip, WORDS)
         node = _fused(1.0, y, node)
         y = _load(kept + tl.maximum(minus, 0) * stride + skip, at, start - skip, stop_minus - skip, WORDS)
@@ -178,7 +189,7 @@ def fenwick(
 
 
 @triton.jit
-def _place(programs, rows, key, CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr):
+def _place(programs, rows, key, ROUNDS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr):
     """Where this program works: gradient and buffer positions, first block, and its elements [start, stop)."""
     pid = tl.program_id(0)
     number = tl.load(programs + pid).to(tl.int64)
@@ -189,7 +200,7 @@ def _place(programs, rows, key, CHACHA: tl.constexpr, DTYPE: tl.constexpr, WORDS
     stop = tl.minimum(tl.load(row + LENGTH) - first, SPAN).to(tl.int32)
     data = tl.load(row + POINTER).to(tl.pointer_type(DTYPE)) + first
     kept = tl.load(row + BUFFER) + first
-    key = load_key(CHACHA, key + tl.load(row + KEY))
+    key = load_key(ROUNDS, key + tl.load(row + KEY))
     block = span * (SPAN // WORDS)
     low, high = (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32)
     return data, kept, key, low, high, tl.load(row + TENSOR).to(tl.uint32), start, stop

@@ -1,6 +1,6 @@
 """The generators and Box–Muller as Triton device functions: the same contract as `layout` and `normal`, lane by lane.
 
-A lane makes one block, 16 words of ChaCha20 or 4 of Philox, and from them as many normals, all in registers. Results
+A lane makes one block, 16 words of ChaCha or 4 of Philox, and from them as many normals, all in registers. Results
 are tuples with one tensor of lanes per word, so that word v of all lanes goes to 32 neighbouring elements at a time:
 contiguous, coalesced memory access.
 """
@@ -30,20 +30,21 @@ PHILOX_W0, PHILOX_W1 = (tl.constexpr(value) for value in generators.PHILOX_KEY_S
 
 
 @triton.jit
-def normals(CHACHA: tl.constexpr, key, block, high, step, tensor):
+def normals(ROUNDS: tl.constexpr, key, block, high, step, tensor):
     """As many tensors of normals as a block has words; [v] belongs to elements v·LANES + lane of each lane's tile.
 
-    `key` holds the 8 words of ChaCha20's key or the 2 of this tensor's Philox key. `block` holds the low 32 bits of the
-    lanes' block index and `high` those above, a scalar; step and tensor are scalars too; all are uint32.
+    ROUNDS are those of ChaCha, 0 for Philox. `key` holds the 8 words of ChaCha's key or the 2 of this tensor's Philox key.
+    `block` holds the low 32 bits of the lanes' block index and `high` those above, a scalar; step and tensor are scalars
+    too; all are uint32.
     """
-    w = _words(CHACHA, key, block, high, step, tensor)
+    w = _words(ROUNDS, key, block, high, step, tensor)
     least = w[0]
     u = (_uniform(w[0]),)
     for i in tl.static_range(2, len(w), 2):
         least = tl.minimum(least, w[i])
         u += (_uniform(w[i]),)
     if tl.min(least, axis=0) < REFINE_BELOW:  # one pair in 2²⁰, so the second words cost nothing on average
-        second = _words(CHACHA, key, block, high + REFINE_TAG, step, tensor)
+        second = _words(ROUNDS, key, block, high + REFINE_TAG, step, tensor)
         finer = ()
         for i in tl.static_range(len(w) // 2):
             finer += (_refined(w[2 * i], second[2 * i], u[i]),)
@@ -55,17 +56,17 @@ def normals(CHACHA: tl.constexpr, key, block, high, step, tensor):
 
 
 @triton.jit
-def load_key(CHACHA: tl.constexpr, words):
+def load_key(ROUNDS: tl.constexpr, words):
     key = ()
-    for i in tl.static_range(8 if CHACHA else 2):
+    for i in tl.static_range(8 if ROUNDS else 2):
         key += (tl.load(words + i),)
     return key
 
 
 @triton.jit
-def _words(CHACHA: tl.constexpr, key, block, high, step, tensor):
-    if CHACHA:
-        return chacha20(key, block, high, step, tensor)
+def _words(ROUNDS: tl.constexpr, key, block, high, step, tensor):
+    if ROUNDS:
+        return chacha(ROUNDS, key, block, high, step, tensor)
     else:  # noqa: RET505 - the compiler prunes the branch not taken
         return philox(key, block, high, step, tensor)
 
@@ -121,8 +122,8 @@ def _square_root(x):
 
 
 @triton.jit
-def chacha20(key, block, high, step, tensor):
-    """The 16 words of the RFC 8439 block function.
+def chacha(ROUNDS: tl.constexpr, key, block, high, step, tensor):
+    """The 16 words of the RFC 8439 block function, with a multiple of 4 rounds.
 
     The rounds stay a loop: all unrolled they would take Triton a minute to compile.
     """
@@ -132,7 +133,7 @@ def chacha20(key, block, high, step, tensor):
     x4, x5, x6, x7 = none + k0, none + k1, none + k2, none + k3
     x8, x9, x10, x11 = none + k4, none + k5, none + k6, none + k7
     x12, x13, x14, x15 = block, none + high, none + step, none + tensor
-    for _ in range(5):
+    for _ in range(ROUNDS // 4):
         for _ in tl.static_range(2):  # two at a time, ptxas puts 7% fewer instructions on the busiest pipe
             x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
             x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
