@@ -80,9 +80,9 @@ def test_rounding_of_many_rounds_never_understates(rounds, epsilon, wanted):
     ],
 )
 def test_estimates_for_searches_agree_with_the_library(rounds, rate, sigma, epsilon):
-    careful, _ = PoissonAccountant(rounds, rate, 1.0).estimate(sigma, epsilon, careful=True)
-    assert coin_delta(rounds, rate, sigma, epsilon) == pytest.approx(careful, rel=0.01)
-    assert coin_epsilon(rounds, rate, sigma, careful) == pytest.approx(epsilon, rel=0.002)
+    careful, _ = PoissonAccountant(((rounds, 1.0),), rate).estimate(sigma, epsilon, careful=True)
+    assert coin_delta([(rounds, sigma)], rate, epsilon) == pytest.approx(careful, rel=0.01)
+    assert coin_epsilon([(rounds, sigma)], rate, careful) == pytest.approx(epsilon, rel=0.002)
 
 
 def test_estimates_for_searches_see_both_directions():
@@ -94,4 +94,4 @@ def test_estimates_for_searches_see_both_directions():
     both = (
         np.trapezoid(np.maximum(p - math.exp(epsilon) * q, 0), y) for p, q in ((present, without), (without, present))
     )
-    assert coin_delta(1, rate, sigma, epsilon) == pytest.approx(max(both), rel=1e-3)
+    assert coin_delta([(1, sigma)], rate, epsilon) == pytest.approx(max(both), rel=1e-3)

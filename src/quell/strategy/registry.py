@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quell._types import Array
-from quell.errors import QuellError, require_count, require_finite
+from quell.errors import QuellError, require_count, require_finite, short
 from quell.sampling import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
 from quell.strategy.family import DIVERGENCE, HORIZON, MOST_DIVERGENCE, Family
@@ -84,7 +84,7 @@ def find(name: str) -> Family:
     """The family called `name`, hyphens allowed for underscores."""
     family = FAMILIES.get(name.replace("-", "_").lower())
     if family is None:
-        raise QuellError(f"there is no mechanism {name!r}: choose one of {', '.join(FAMILIES)}")
+        raise QuellError(f"there is no mechanism {short(name)}: choose one of {', '.join(FAMILIES)}")
     return family
 
 
