@@ -99,7 +99,9 @@ class Plan:
         """Plain data, the content of a plan file."""
         setup = dataclasses.asdict(self.setup)
         if len(self.mechanisms) > MOST_ROWS:
-            raise QuellError(f"a plan file holds up to {MOST_ROWS} mechanisms, not {len(self.mechanisms):,}: keep fewer")
+            raise QuellError(
+                f"a plan file holds up to {MOST_ROWS} mechanisms, not {len(self.mechanisms):,}: keep fewer"
+            )
         for mechanism in self.mechanisms:
             solution = mechanism.strategy.solution
             if solution is not None and solution.size > MOST_NUMBERS:

@@ -1,9 +1,9 @@
 """δ of composed subsampled Gaussians in milliseconds, from above: rounds of unlike noise, each entered by a coin.
 
 One round releases y = x + N(0, σ²), x = 1 with probability q and else 0, against N(0, σ²): its privacy loss is
-l(y) = ln(1 − q + q·exp((2y − 1)/2σ²)), which grows with y. Between two neighbouring places of a grid of losses lie known
-probabilities, P under the law with the example and Q without. Both are put onto the two places, the one way that keeps
-both sums: δ(ε) as a function of e^ε is convex, and this replaces it by its chords, so that δ only grows ("connect the
+l(y) = ln(1 − q + q·exp((2y − 1)/2σ²)), which grows with y. Between two neighbouring places of a grid of losses lie
+known probabilities, P under the law with the example and Q without. Both are put onto the two places, the one way that
+keeps both sums: δ(ε) as a function of e^ε is convex, and this replaces it by its chords, so that δ only grows ("connect the
 dots", arXiv:2207.04380). Fourier transforms compose the rounds. The grid spans what Chernoff bounds leave of the
 composed loss; what may lie beyond, and what rounding can do, is part of the answer (`Losses.lost`).
 """
@@ -106,7 +106,7 @@ def _round(rate: float, sigma: float, sign: int, width: float) -> tuple[int, Arr
 
     ends = [_loss(rate, sigma, y) for y in (-_FAR * sigma, 1 + _FAR * sigma)]
     first, last = math.floor(ends[0] / width), math.ceil(ends[1] / width)
-    losses = width * np.arange(first, last + 1)
+    losses = width * np.arange(first, last + 1, dtype=np.float64)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # no y has a loss of ln(1 − q) or less
         small, large = np.log(np.maximum(np.expm1(losses) + rate, 0.0)), losses + np.log1p((rate - 1) * np.exp(-losses))
     y = sigma**2 * (np.where(losses < 1, small, large) - math.log(rate)) + 0.5

@@ -5,8 +5,8 @@ participations are ⌈n/g⌉ adaptively composed Gaussian mechanisms of noise σ
 (arXiv:2306.08153, Theorem 2; g = 1 is DP-SGD, arXiv:1607.00133). Signs of C do not matter here. The library composes
 pessimistic discretisations for the upper end and optimistic ones for the lower; it does so by raising Fourier
 coefficients to a power, which multiplies their rounding errors by the number of rounds, so both ends are moved outwards
-by that (`_ROUNDING`). Below it, no amplification can be certified. Columns of different norms, as `diagonal` has them, are
-composed by `coins`: the library takes seconds to set up each of them.
+by that (`_ROUNDING`). Below it, no amplification can be certified. Columns of different norms, as `diagonal` has
+them, are composed by `coins`: the library takes seconds to set up each of them.
 """
 
 from __future__ import annotations
