@@ -3,9 +3,9 @@
 One round releases y = x + N(0, σ²), x = 1 with probability q and else 0, against N(0, σ²): its privacy loss is
 l(y) = ln(1 − q + q·exp((2y − 1)/2σ²)), which grows with y. Between two neighbouring places of a grid of losses lie
 known probabilities, P under the law with the example and Q without. Both are put onto the two places, the one way that
-keeps both sums: δ(ε) as a function of e^ε is convex, and this replaces it by its chords, so that δ only grows ("connect the
-dots", arXiv:2207.04380). Fourier transforms compose the rounds. The grid spans what Chernoff bounds leave of the
-composed loss; what may lie beyond, and what rounding can do, is part of the answer (`Losses.lost`).
+keeps both sums: δ(ε) as a function of e^ε is convex, and this replaces it by its chords, so that δ only grows
+("connect the dots", arXiv:2207.04380). Fourier transforms compose the rounds. The grid spans what Chernoff bounds leave
+of the composed loss; what may lie beyond, and what rounding can do, is part of the answer (`Losses.lost`).
 """
 
 from __future__ import annotations
