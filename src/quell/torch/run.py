@@ -124,19 +124,28 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must have in common."""
-        return {**self.name(), "steps": self.noise.steps, **self.noise.settings()}
+        return {**self.name(), "steps": self.noise.steps}
 
     def name(self) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that loads it."""
-        return {"scheme": repr(self.batches.scheme), "examples": self.batches.examples, "key_id": self.noise.key.id}
+        promised = self.mechanism.guarantee
+        return {
+            "key_id": self.noise.key.id,
+            "promise": "(ε, δ, noise multiplier) = "
+            f"{tuple(map(float, (promised.epsilon, promised.delta, promised.noise_multiplier)))}",
+            "scheme": repr(self.batches.scheme),
+            "examples": self.batches.examples,
+            **self.noise.settings(),
+        }
 
     def require_own(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of another run."""
         for what, value in self.name().items():
             if state.get(what) != value:
                 raise QuellError(
-                    f"the state has {what} {state.get(what)}, this run has {value}: resume with the plan, data and key "
-                    'of that run (make_private(..., key="run.key") keeps the key in a file, from the first run on)'
+                    f"the state has {what} {state.get(what)}, this run has {value}: resume with exactly the plan, "
+                    "max_grad_norm, parameters, data and key of that run "
+                    '(make_private(..., key="run.key") keeps the key in a file, from the first run on)'
                 )
 
 
