@@ -181,8 +181,8 @@ def killed_and_resumed(folder, mechanism, clipping, kills):
 
 
 def test_kill_minus_nine_three_times(tmp_path):
-    """Before the first checkpoint, right after the one of step 6, with the one of step 9, and one step later."""
-    killed_and_resumed(tmp_path, "bsr", "microbatch", kills=[2, 6, 3, 4])
+    """Before the first checkpoint, with a new one, and a step after one."""
+    killed_and_resumed(tmp_path, "bsr", "microbatch", kills=[2, 6, 4])
 
 
 @pytest.mark.slow

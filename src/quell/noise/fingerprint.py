@@ -52,7 +52,7 @@ class Fingerprint:
         """(16,) secret bytes."""
         digest = blake2b(self._layout, digest_size=16)
         digest.update(repr([str(tensor.dtype) for tensor in tensors]).encode())
-        digest.update(self._few(tensors))
+        digest.update(self._few(tensors).tobytes())
         return digest.digest()
 
     def _few(self, tensors: Sequence[Any]) -> Words:

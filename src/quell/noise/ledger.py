@@ -139,7 +139,7 @@ class Ledger:
         with os.fdopen(os.dup(self._handle), "rb") as file:
             file.seek(0)
             content = memoryview(file.read())
-        if content[: len(HEADER)] != HEADER:
+        if bytes(content[: len(HEADER)]) != HEADER:
             raise QuellError(
                 f"the ledger {self.path} {_not_a_ledger(bytes(content[: len(HEADER)]))}: restore the run's own ledger, "
                 "or start a new run with a new key and a new ledger"

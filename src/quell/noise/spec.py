@@ -89,7 +89,7 @@ class NoiseSpec:
         for table in (recipe.taps, recipe.scales, recipe.moves):
             if table is not None:
                 digest.update(str(table.shape).encode())
-                digest.update(np.ascontiguousarray(table))
+                digest.update(table.tobytes())
         return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 BLOCKS = 16  # per program, so that a thread loads its words of the key once
+WARPS = 1
 
 
 class GpuCompression:
@@ -22,7 +23,7 @@ class GpuCompression:
 
     def __call__(self, tensors, few: int):
         """The words that are left, on the host: waits for the device."""
-        words = self._level([_words(tensor) for tensor in tensors], 0)
+        words = self._level([_whole_words(tensor) for tensor in tensors], 0)
         level = 1
         while words.numel() > few:
             words = self._level([words], level)
@@ -31,26 +32,18 @@ class GpuCompression:
 
     def _level(self, parts, level: int):
         size = self._keys.shape[2]
-        parts = [part for part in parts if part.numel()]
-        counts = np.array([-(-part.numel() // size) for part in parts], np.int64)
+        spans = [(part.data_ptr(), part.numel() * part.element_size() // 4) for part in parts if part.numel()]
+        counts = np.array([-(-words // size) for _, words in spans], np.int64)
         programs = -(-counts // BLOCKS)
         out = torch.empty((int(counts.sum()), 2), dtype=torch.int64, device=self._device)
-        if parts:
-            firsts = np.cumsum(programs) - programs
-            rows = np.stack(
-                [
-                    [part.data_ptr() for part in parts],
-                    [part.numel() for part in parts],
-                    firsts,
-                    np.cumsum(counts) - counts,
-                ],
-                axis=1,
-            )
-            members = np.repeat(np.arange(len(parts)), programs)
+        if spans:
+            firsts = np.stack([np.cumsum(programs) - programs, np.cumsum(counts) - counts], axis=1)
+            rows = np.concatenate([np.array(spans, np.int64), firsts], axis=1)
+            members = np.repeat(np.arange(len(spans)), programs)
             table = self._upload(np.concatenate([rows.reshape(-1), members]).astype(np.int64))
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-                _compress[(int(programs.sum()),)](
-                    table[rows.size :], table, self._keys[level], out, HALF=size // 2, BLOCKS=BLOCKS, num_warps=4
+                _compress[(len(members),)](
+                    table[rows.size :], table, self._keys[level], out, HALF=size // 2, BLOCKS=BLOCKS, num_warps=WARPS
                 )
         return out.view(torch.int32).view(-1)
 
@@ -59,9 +52,9 @@ class GpuCompression:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
-def _words(tensor):
-    flat = tensor.detach().reshape(-1)
-    return (flat.float() if flat.element_size() == 2 else flat.contiguous()).view(torch.int32)
+def _whole_words(tensor):
+    """The tensor, or a copy where its values are not whole words in order."""
+    return tensor.float().contiguous() if tensor.element_size() == 2 else tensor.contiguous()
 
 
 @triton.jit

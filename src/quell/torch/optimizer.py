@@ -180,7 +180,8 @@ class PrivateOptimizer(Optimizer):
         self.run.require_own(own)
         self.run.noise.load_state_dict(own["noise"], replay=replay)
         self._to_replay = None
-        if replay and self.run.noise.released > self.run.step:
+        self.run.share_released()
+        if replay and self.run.released > self.run.step:
             options = [_options(group) for group in state_dict["param_groups"]]
             self._to_replay = _Saved(own["weights"], own.get("gradients", {}), options)
         set_random_states(own["random"])

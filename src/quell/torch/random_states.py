@@ -18,7 +18,8 @@ from quell.torch.distributed import gather, world
 
 def random_states() -> list[dict[str, Any]]:
     """The states of all ranks, in their order, as plain data and tensors. Call it on all ranks."""
-    kind, words, *rest = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
+    kind, words, *rest = numpy_state
     return gather(
         {
             "torch": torch.get_rng_state(),

@@ -16,6 +16,7 @@ from torch import Tensor
 from quell.errors import QuellError
 from quell.privacy import certify
 from quell.sampling import Batches, Cyclic, Scheme
+from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Run:
     noise: CorrelatedNoise
     rank: int
     world: int
+    spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
 
@@ -65,6 +67,15 @@ class Run:
     def step(self) -> int:
         """The step that is due, counted from 0."""
         return self.noise.step
+
+    @property
+    def released(self) -> int:
+        """How many steps count as released, also those after the one that a checkpoint went back to."""
+        return max(self.step, self.noise.released, self.spent)
+
+    def share_released(self) -> None:
+        """Let every rank know what the ledger knows, which rank 0 keeps. Call it on all ranks."""
+        self.spent = max(gather(self.noise.released))
 
     @property
     def expected_batch_size(self) -> float:

@@ -90,7 +90,9 @@ def started_run(
         agree=agree,
     )
     try:
-        yield Run(plan, chosen, batches, noise, rank, size)
+        run = Run(plan, chosen, batches, noise, rank, size)
+        run.share_released()
+        yield run
     except BaseException:
         noise.close()
         raise
