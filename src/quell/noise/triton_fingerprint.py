@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCKS = 16  # per program, so that a thread loads its words of the key once
+BLOCKS = 32  # per program, so that a thread loads its words of the key once
 WARPS = 1
 
 
