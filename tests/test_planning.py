@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import quell
@@ -226,7 +229,7 @@ def test_an_interrupted_save_leaves_the_old_file(plan, saved, monkeypatch):
     def crash(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning.json, "dump", crash)
+    monkeypatch.setattr(planning.os, "replace", crash)
     with pytest.raises(KeyboardInterrupt):
         plan.save(saved)
     assert saved.read_text() == before
@@ -302,8 +305,6 @@ def test_dense_matrices_are_a_second_opinion(saved, monkeypatch):
 
 
 def test_plain_numpy_numbers_are_numbers():
-    import numpy as np
-
     ours = quell.Setup(**{**SETUP, "examples": np.int64(2000), "epsilon": np.float32(4)})
     assert ours.steps == 80
 
@@ -364,3 +365,121 @@ def test_more_rows_certified_by_draws_than_share_the_failure_probability_are_ref
     assert [check.claim for check in quell.verify(path) if not check.holds] == ["mechanisms certified by draws"]
     with pytest.raises(QuellError, match="mechanisms certified by draws is stated as 9 but comes out as at most 8"):
         quell.Plan.load(path)
+
+
+KEYS_OF_SETUP = [field.name for field in dataclasses.fields(quell.Setup)]
+LIMIT = {"cost": {"base": 1.0, "draw": 1.0, "buffer": 1.0}, "most": 5.0}
+ODD = [0, -1, True, None, "x", "\ud800", "\x1b[2J", "[/red]", [], {}, [1], [[1], [1, 2]], [None], [10**400], {"a": 1}]
+ODD += [math.nan, math.inf, 1e308, 5e-324, 10**30, 10**400, 10**4299, json.loads("[" * 500 + "]" * 500)]
+ODD += [LIMIT, {**LIMIT, "most": "x"}, {**LIMIT, "cost": 5}, {"cost": {"base": [1]}, "most": 1}, {**LIMIT, "more": 1}]
+
+
+def outcome(path) -> str:
+    """How the command ends: never with a traceback."""
+    from typer.testing import CliRunner
+
+    from quell.cli import app
+
+    ended = CliRunner().invoke(app, ["verify", str(path)])
+    if isinstance(ended.exception, QuellError):
+        assert "\n" not in str(ended.exception)
+        assert str(ended.exception).isprintable()
+        assert len(str(ended.exception)) < 600
+    elif not isinstance(ended.exception, SystemExit | None):
+        raise ended.exception
+    return "refused" if ended.exit_code else "true"
+
+
+@pytest.mark.parametrize("wrong", [0, 5, 1.5, "x", [], [1], {}, True, math.nan, *ODD[-4:]], ids=repr)
+def test_a_wrong_time_limit_is_a_sentence(saved, wrong):
+    """Any number, string or list here was a traceback of `quell verify`."""
+    content = json.loads(saved.read_text())
+    content["setup"]["time_limit"] = wrong
+    saved.write_text(json.dumps(content))
+    with pytest.raises(QuellError, match=r"time_limit=|most=|base="):
+        quell.verify(saved)
+    with pytest.raises(QuellError, match=r"time_limit=|most=|base="):
+        quell.Setup(**{**SETUP, "time_limit": wrong})
+
+
+def test_no_value_of_a_plan_file_makes_a_traceback(saved):
+    content = json.loads(saved.read_text())
+    keep = [row for row in content["mechanisms"] if row["mechanism"] in ("blt", "lambda_cgd")][:2]
+    content["mechanisms"], content["recommended"] = keep, 0
+    places = [("setup", key) for key in KEYS_OF_SETUP]
+    places += [("mechanisms", number, key) for number, row in enumerate(keep) for key in (*row, "surprise", "\ud800")]
+    places += [("mechanisms", 0, "guarantee", key) for key in keep[0]["guarantee"]]
+    cases = [(place, value) for place in (("setup",), ("mechanisms",), ("recommended",), *places) for value in ODD]
+    for index in np.random.default_rng(0).choice(len(cases), 150, replace=False):
+        place, value = cases[index]
+        mutated = copy.deepcopy(content)
+        inside = mutated
+        for part in place[:-1]:
+            inside = inside[part]
+        before, inside[place[-1]] = inside.get(place[-1], "absent"), value
+        saved.write_text(json.dumps(mutated))
+        harmless = place[0] == "setup" and place[-1] in ("memory", "draws", "time_limit", "examples", "objective")
+        assert outcome(saved) == "refused" or harmless or value == before or place == ("recommended",), (place, value)
+
+
+def test_a_plan_file_with_more_rows_than_plans_have_is_refused_at_once(saved):
+    content = json.loads(saved.read_text())
+    content["mechanisms"] *= 20_000 // len(content["mechanisms"])
+    saved.write_text(json.dumps(content))
+    with pytest.raises(QuellError, match="not a list of at most 256 rows"):
+        quell.verify(saved)
+
+
+def test_a_plan_that_could_not_be_read_again_is_not_written(plan, tmp_path, monkeypatch):
+    many = replace(plan, mechanisms=plan.mechanisms * 100)
+    with pytest.raises(QuellError, match="a plan file holds up to 256 mechanisms"):
+        many.save(tmp_path / "many.json")
+    monkeypatch.setattr(planning, "MOST_BYTES", 1000)
+    with pytest.raises(QuellError, match="more than the 1,000 that are read again"):
+        plan.save(tmp_path / "long.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [pytest.param(10**5000, id="long"), 2**256, math.inf, "x", [1], None, True])
+@pytest.mark.parametrize("name", ["examples", "batch_size", "epochs", "draws", "separation", "participations"])
+def test_no_count_is_too_odd_for_a_sentence(name, value):
+    if value is None and name in ("separation", "participations"):
+        return
+    with pytest.raises(QuellError) as refusal:
+        quell.Setup(**{**SETUP, name: value})
+    assert len(str(refusal.value)) < 300
+
+
+def test_adaptive_is_yes_or_no():
+    with pytest.raises(QuellError, match="adaptive='no' must be True or False"):
+        quell.Setup(**SETUP, adaptive="no")
+
+
+def test_numbers_of_numpy_can_be_saved(tmp_path):
+    odd = {"momentum": np.float32(0.5), "weight_decay": np.float32(1), "memory": np.float32(0), "draws": np.int32(2)}
+    path = tmp_path / "plan.json"
+    quell.plan(**SETUP, **odd).save(path)
+    assert quell.Plan.load(path).setup.momentum == 0.5
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("shape", ["erratic", "one", "alternating", "rising", "falling"])
+def test_erratic_schedules_are_planned(shape, momentum, tmp_path):
+    """Searches that have no finite loss to start from were tracebacks; other mechanisms can still be had."""
+    n, random = 40, np.random.default_rng(0)
+    rates = {
+        "erratic": random.choice([1e-9, 1.0], n),
+        "one": np.where(np.arange(n) == 17, 1.0, 1e-30),
+        "alternating": np.where(np.arange(n) % 2, 1e99, 1e80),
+        "rising": np.geomspace(1e-99, 1e-70, n),
+        "falling": np.geomspace(1e99, 1e70, n),
+    }[shape]
+    small = {"examples": 100, "batch_size": 10, "epochs": 4, "epsilon": 2, "delta": 1e-5, "sampling": "cyclic"}
+    path = tmp_path / "plan.json"
+    quell.plan(**small, momentum=momentum, learning_rates=list(rates)).save(path)
+    assert [check for check in quell.verify(path) if not check.holds] == []
+
+
+def test_learning_rates_of_no_effect_are_refused():
+    with pytest.raises(QuellError, match="learning rate 1e-31 at step 3 is less than 1e-30 of the largest, 2: "):
+        quell.plan(**SETUP, learning_rates=[2.0] * 3 + [1e-31] + [2.0] * 76)

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,9 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from quell import files
 from quell._types import Array
 
 Entry = tuple[Array, dict[str, Any]]
+_MOST_BYTES = 1 << 30  # of an entry; the largest that Quell makes, `band` of a million steps, has 128 MB
 
 
 def folder() -> Path | None:
@@ -66,10 +67,10 @@ def digest(array: Array) -> str:
 
 def _load(path: Path, question: str) -> Entry | None:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as entry:
+        with files.opened(path, _MOST_BYTES) as file, np.load(file, allow_pickle=False) as entry:
             array, facts = entry["array"], json.loads(str(entry["facts"]))
             intact = str(entry["question"]) == question and str(entry["digest"]) == digest(array)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, *files.DAMAGED_ARRAYS):
         return None
     return (array, facts) if intact and np.all(np.isfinite(array)) else None
 

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from quell import cache
-from quell.errors import QuellError, require_count, require_finite
+from quell import cache, files
+from quell.errors import QuellError, require_count, require_finite, short
 
-_FILE = "noise_cost.json"
+_FILE, _MOST_BYTES = "noise_cost.json", 10_000
 
 
 class Noise(Protocol):
@@ -65,6 +65,22 @@ class TimeLimit:
     cost: NoiseCost
     most: float
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.cost, NoiseCost):
+            raise QuellError(f"cost={short(self.cost)} must be a NoiseCost, what noise takes on a kind of device")
+        if require_finite("most", self.most) <= 0:
+            raise QuellError(f"a time limit of most={self.most:g} must be a positive number of nanoseconds")
+
+    @classmethod
+    def of_plain(cls, content: object) -> TimeLimit:
+        """The limit that `dataclasses.asdict` turned into plain data for a plan file."""
+        match content:
+            case {"cost": {"base": base, "draw": draw, "buffer": buffer, **beyond}, "most": most, **more} if not (
+                beyond or more
+            ):
+                return cls(NoiseCost(base, draw, buffer), most)
+        raise QuellError(f"time_limit={short(content)} is not a limit: make one with quell.costs.TimeLimit.of_share")
+
     @classmethod
     def of_share(cls, share: float, step_seconds: float, parameters: int, device_name: str) -> TimeLimit:
         """The limit that noise takes at most this share of a training step.
@@ -98,18 +114,21 @@ def device(name: str) -> NoiseCost:
         raise QuellError(f"there are no noise costs for the device {name!r}: use {', '.join(DEVICES)}, or measured")
     path = measured_file()
     try:
-        return NoiseCost(**json.loads(path.read_text(encoding="utf-8"))["cost"])
+        return NoiseCost(**json.loads(files.read(path, _MOST_BYTES))["cost"])
     except OSError:
         raise QuellError("noise has not been measured on this machine: run quell bench first") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise QuellError(f"{path} is damaged: run quell bench again") from None
 
 
 def keep(cost: NoiseCost, about: str) -> Path:
     """Store measured costs for `device("measured")`."""
     path = measured_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"cost": asdict(cost), "about": about}, indent=2) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"cost": asdict(cost), "about": about}, indent=2) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise QuellError(f"cannot write the measured costs to {path}: {problem.strerror}") from problem
     return path
 
 

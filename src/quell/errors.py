@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from decimal import ROUND_CEILING, Context
-from numbers import Integral, Real
+from numbers import Real
+
+_MOST = 2**256  # nothing has to be counted beyond
 
 
 def at_least(value: float, digits: int = 6) -> str:
@@ -34,20 +36,30 @@ def require_finite(name: str, value: float) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise QuellError(f"{name}={_short(value)} is not a finite number: pass an ordinary number")
+        raise QuellError(f"{name}={short(value)} is not a finite number: pass an ordinary number")
     return number
 
 
 def require_count(name: str, value: float, least: int = 1) -> int:
     """`value` as an int, refused when it is not whole or below `least`."""
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not (isinstance(value, Integral) or float(value).is_integer()) or value < least:
-        raise QuellError(f"{name}={_short(value)} must be a whole number of at least {least}")
+    if not number or not least <= value < _MOST or value != int(value):
+        raise QuellError(f"{name}={short(value)} must be a whole number of at least {least}")
     return int(value)
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def short(value: object) -> str:
+    """A value as it may stand in a sentence: at most 40 characters, all of them printable.
+
+    >>> short("\x1b[31m"), short([1.0] * 1000)
+    ("'\\x1b[31m'", '[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0,…')
+    """
+    if isinstance(value, int) and abs(value) >= _MOST:
+        return f"an integer of {value.bit_length():,} bits"  # Python refuses to write out long ones
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 40 else text[:40] + "…"
 
 

@@ -25,6 +25,7 @@ from quell.search import Progress, rank, search
 from quell.setup import Setup
 
 FORMAT, VERSION = "quell-plan", 2
+MOST_ROWS, MOST_BYTES = 256, 1 << 27  # of a plan file; plans have about twenty rows, and a few megabytes at most
 COMPARISONS = 8  # certificates by draws that share one failure probability: one for a plan, five for a target RMSE
 
 
@@ -97,6 +98,10 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, the content of a plan file."""
         setup = dataclasses.asdict(self.setup)
+        if len(self.mechanisms) > MOST_ROWS:
+            raise QuellError(
+                f"a plan file holds up to {MOST_ROWS} mechanisms, not {len(self.mechanisms):,}: keep fewer"
+            )
         for mechanism in self.mechanisms:
             solution = mechanism.strategy.solution
             if solution is not None and solution.size > MOST_NUMBERS:
@@ -115,12 +120,17 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically: a crash leaves the old file or the new one, never half of one."""
         target = Path(path)
+        content = json.dumps(self.as_dict(), indent=2) + "\n"
+        if len(content) > MOST_BYTES:
+            raise QuellError(
+                f"the plan would take {len(content):,} bytes, more than the {MOST_BYTES:,} that are read again: "
+                "keep fewer mechanisms, or name a schedule instead of listing its learning rates"
+            )
         try:
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(self.as_dict(), file, indent=2)
-                    file.write("\n")
+                    file.write(content)
                 os.chmod(temporary, 0o644)  # a plan holds no secrets; colleagues verify it
                 os.replace(temporary, target)
             except BaseException:

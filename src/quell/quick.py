@@ -68,7 +68,8 @@ def quick(
             return Estimate(epsilon, delta, sigma, scheme.name, error)
         case Poisson() | CyclicPoisson():
             coins = poisson.accountant_of(strategy, scheme)
-            sigma = coins.column * _coin_noise(coins.rounds, coins.rate, epsilon, delta)
+            unit = tuple((count, norm / coins.largest) for count, norm in coins.columns)
+            sigma = coins.largest * _coin_noise(unit, coins.rate, epsilon, delta)
             return Estimate(epsilon, delta, round_up(sigma), scheme.name, 0.0)
     return estimate(strategy, scheme, epsilon, delta)
 
@@ -77,7 +78,7 @@ def quick_epsilon(strategy: Strategy, scheme: Scheme, sigma: float, delta: float
     """About the ε of noise `sigma`, which may be far too little for any promise: a yardstick for comparisons."""
     if isinstance(scheme, Poisson | CyclicPoisson):
         coins = poisson.accountant_of(strategy, scheme)
-        return coin_epsilon(coins.rounds, coins.rate, sigma / coins.column, delta)
+        return coin_epsilon(coins.relative(sigma), coins.rate, delta)
     if isinstance(scheme, Cyclic):
         return gaussian_epsilon(sigma / sensitivity(strategy, scheme.participation).value, delta)
     bins = BallsInBins(scheme.steps, scheme.separation)  # b_min_sep is close enough to that for a yardstick
@@ -116,10 +117,10 @@ def _apart(bins: int, epsilon: float, delta: float) -> float:
 
 
 @lru_cache(maxsize=256)
-def _coin_noise(rounds: int, rate: float, epsilon: float, delta: float) -> float:
-    """Noise per unit of column norm under (cyclic) Poisson sampling: the same for every strategy with as many bands."""
-    accountant = poisson.PoissonAccountant(rounds, rate, 1.0)
-    return _least_noise(lambda sigma: coin_delta(rounds, rate, sigma, epsilon), accountant, epsilon, delta)
+def _coin_noise(columns: tuple[tuple[int, float], ...], rate: float, epsilon: float, delta: float) -> float:
+    """Noise under (cyclic) Poisson sampling where the largest column has norm 1: many strategies share the others."""
+    coins = poisson.PoissonAccountant(columns, rate)
+    return _least_noise(lambda sigma: coin_delta(coins.relative(sigma), rate, epsilon), coins, epsilon, delta)
 
 
 def _bins_delta(accountant: balls_in_bins.BinAccountant, sigma: float, epsilon: float, effort: int = 1) -> float:

@@ -30,7 +30,7 @@ from quell.quick import least, steepness
 from quell.sampling import BallsInBins, Cyclic, scheme_names
 from quell.setup import Setup
 from quell.strategy import FAMILIES, Limits, Parameter, Strategy, build
-from quell.strategy.family import DIVERGENCE, HORIZON, MOST_DIVERGENCE
+from quell.strategy.family import DIVERGENCE, HORIZON, LEAST_DIVERGENCE, MOST_DIVERGENCE
 from quell.strategy.fractional import best_lambda
 
 Progress = Callable[[int, int, str], None]
@@ -289,7 +289,8 @@ def _less_cancelling(problem: Problem, limits: Limits) -> Iterator[tuple[str, li
     sizes = {"blt": {"buffers": int(min(limits.buffers, 2))}, **{name: {"bands": most} for name, most in bands.items()}}
     plain = problem.sampling == Cyclic.name
     gaussian = 1.0 / gaussian_sigma(problem.epsilon, problem.delta) ** 2  # its Rényi divergence of order 2
-    divergences = sorted({float(f"{min(gaussian * factor, MOST_DIVERGENCE):.3g}") for factor in _DIVERGENCES})
+    near = np.clip(gaussian * _DIVERGENCES, LEAST_DIVERGENCE, MOST_DIVERGENCE)
+    divergences = sorted({float(f"{divergence:.3g}") for divergence in near})
     longest = _LONGEST * problem.workload.steps
     halves = range(max(1, math.ceil(2 * math.log2(longest / _SHORTEST))))
     horizons = sorted({round(longest / 2 ** (half / 2)) for half in halves})

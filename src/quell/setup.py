@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quell import workload
-from quell.costs import Noise, NoiseCost, TimeLimit
-from quell.errors import QuellError, require_count, require_finite, require_privacy
+from quell.costs import Noise, TimeLimit
+from quell.errors import QuellError, require_count, require_finite, require_privacy, short
 from quell.objective import OBJECTIVES
 from quell.sampling import Cyclic, scheme_names
 
@@ -74,18 +74,21 @@ class Setup:
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", delta)
         refuse_decay_rate(self.weight_decay)
+        for name in ("momentum", "weight_decay", *(() if self.memory is None else ("memory",))):
+            object.__setattr__(self, name, require_finite(name, getattr(self, name)))
         object.__setattr__(
             self, "sampling", self.sampling if self.sampling == "best" else ",".join(scheme_names(self.sampling))
         )
         if self.objective not in OBJECTIVES:
-            raise QuellError(f"there is no objective {self.objective!r}: use {', '.join(OBJECTIVES)}")
-        if self.memory is not None and require_finite("memory", self.memory) < 0:
+            raise QuellError(f"there is no objective {short(self.objective)}: use {', '.join(OBJECTIVES)}")
+        if self.memory is not None and self.memory < 0:
             raise QuellError(
                 f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without buffers"
             )
-        if isinstance(self.time_limit, dict):  # from a plan file
-            parts = dict(self.time_limit)
-            object.__setattr__(self, "time_limit", TimeLimit(NoiseCost(**parts.pop("cost")), **parts))
+        if not isinstance(self.adaptive, bool):
+            raise QuellError(f"adaptive={short(self.adaptive)} must be True or False: whether the optimizer is")
+        if self.time_limit is not None and not isinstance(self.time_limit, TimeLimit):  # from a plan file
+            object.__setattr__(self, "time_limit", TimeLimit.of_plain(self.time_limit))
         for name in ("separation", "participations"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, require_count(name, getattr(self, name)))

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from quell import privacy
-from quell.errors import QuellError
+from quell import files, privacy
+from quell.errors import QuellError, short
 from quell.mechanism import Mechanism, Problem
-from quell.planning import COMPARISONS, FORMAT, VERSION, Plan, problem_of, recommend
+from quell.planning import COMPARISONS, FORMAT, MOST_BYTES, MOST_ROWS, VERSION, Plan, problem_of, recommend
 from quell.sampling import BallsInBins, BMinSep, Cyclic
 from quell.sensitivity import sensitivity
 from quell.setup import Setup
@@ -29,7 +29,8 @@ from quell.strategy import build, find
 _TOLERANCE = 1e-9
 _DENSE = 512
 _BY_DRAWS = (BallsInBins.name, BMinSep.name)  # schemes whose accountants draw
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+_PLAIN = (str, int, float)
+_LONG = 200  # characters of a file's own words that are shown
 
 
 @dataclass(frozen=True)
@@ -64,21 +65,19 @@ def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     """All checks, and the plan itself where every mechanism in it could be built."""
     setup, content = _read(path)
     problem = problem_of(setup)
-    drawn = sum(isinstance(row, dict) and row.get("sampling") in _BY_DRAWS for row in content["mechanisms"])
+    drawn = sum(row["sampling"] in _BY_DRAWS for row in content["mechanisms"])
     if drawn > COMPARISONS:  # among many certificates by draws one holds by luck
         return [Check("mechanisms certified by draws", str(drawn), f"at most {COMPARISONS}", False)], None
     checks: list[Check] = []
     mechanisms: list[Mechanism] = []
     for row in content["mechanisms"]:
-        name = row.get("mechanism") if isinstance(row, dict) else row
         try:
             mechanism = _rebuild(problem, row)
             checks += _row_checks(problem, mechanism, row)
             mechanisms.append(mechanism)
         except QuellError as refusal:
-            checks.append(Check(f"mechanism {name}", "can be built, and its noise suffices", str(refusal), False))
-        except _DAMAGE as trouble:
-            raise QuellError(f"{path} is damaged: mechanism {name} lacks a value or has a wrong one") from trouble
+            claim = f"mechanism {_shown(row['mechanism'])}"
+            checks.append(Check(claim, "can be built, and its noise suffices", str(refusal), False))
     if len(mechanisms) < len(content["mechanisms"]):
         return checks, None
     best = recommend(setup, mechanisms)
@@ -88,9 +87,11 @@ def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
 
 def _read(path: str | Path) -> tuple[Setup, dict[str, Any]]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        text = files.read(path, MOST_BYTES)
     except OSError as problem:
         raise QuellError(f"cannot read the plan {path}: {problem.strerror}") from problem
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as problem:
         raise QuellError(f"{path} is not a plan: it does not hold valid JSON, or is damaged or cut short") from problem
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -98,20 +99,65 @@ def _read(path: str | Path) -> tuple[Setup, dict[str, Any]]:
     version = content.get("version")
     if type(version) is not int or version != VERSION:
         raise QuellError(
-            f"{path} has plan version {version!r}, this Quell reads version {VERSION}: "
+            f"{path} has plan version {short(version)}, this Quell reads version {VERSION}: "
             "use the Quell that wrote it, or make a new plan"
         )
-    try:
-        parts = {"format", "version", "setup", "recommended", "mechanisms"}
-        whole = set(content) == parts and set(content["setup"]) == {field.name for field in fields(Setup)}
-        rows, index = content["mechanisms"], content["recommended"]
-        if not whole or not isinstance(rows, list) or type(index) is not int or not 0 <= index < len(rows):
-            raise QuellError(f"{path} is damaged: it does not have the parts of a plan; make a new plan")
-        return Setup(**content["setup"]), content
-    except QuellError:
-        raise
-    except _DAMAGE as problem:
-        raise QuellError(f"{path} is damaged: a part of the plan is missing or of the wrong kind") from problem
+    if wrong := _misshapen(content):
+        raise QuellError(f"{path} is damaged: {wrong}; make a new plan")
+    return Setup(**content["setup"]), content
+
+
+def _misshapen(content: dict[str, Any]) -> str | None:
+    """What in the content of a file is not of the kind that a plan has there; None where everything is.
+
+    Whether the values are right is for `Setup`, the strategies and the accountants to say. They can rely on finding
+    strings, numbers and lists of numbers where a plan has such, nested no deeper, and no more rows than a plan has.
+    """
+    if set(content) != {"format", "version", "setup", "recommended", "mechanisms"}:
+        return "it does not have the parts of a plan"
+    setup, rows, index = content["setup"], content["mechanisms"], content["recommended"]
+    if not isinstance(setup, dict) or set(setup) != {field.name for field in fields(Setup)}:
+        return "its setup does not have the parts of a set-up"
+    for name, value in setup.items():
+        listed = name == "learning_rates" and _are_numbers(value)
+        if not (value is None or listed or name == "time_limit" or isinstance(value, _PLAIN)):
+            return f"setup.{name}={short(value)} is not what a set-up has there"
+    if not isinstance(rows, list) or len(rows) > MOST_ROWS:
+        return f"its mechanisms are not a list of at most {MOST_ROWS} rows"
+    if type(index) is not int or not 0 <= index < len(rows):
+        return f"recommended={short(index)} is not the number of one of its rows"
+    return next((f"row {number} of its mechanisms: {w}" for number, row in enumerate(rows) if (w := _odd(row))), None)
+
+
+def _odd(row: object) -> str | None:
+    """What in a row is not of the kind that a row has there."""
+    if not isinstance(row, dict):
+        return f"{short(row)} is not a mechanism"
+    for name, kind in (("mechanism", str), ("sampling", str), ("noise_multiplier", float)):
+        if type(row.get(name)) is not kind:
+            return f"{name}={short(row.get(name))} is missing or of the wrong kind"
+    for name, value in row.items():
+        if name == "solution":
+            good = _are_numbers(value) or _is_table(value)
+        elif name == "guarantee":
+            good = isinstance(value, dict) and all(isinstance(each, _PLAIN) for each in value.values())
+        else:
+            good = isinstance(value, _PLAIN)
+        if not good:
+            return f"{short(name)}={short(value)} is not what a row has there"
+    return None
+
+
+def _are_numbers(value: object) -> bool:
+    """A list of numbers, whole ones only as large as float64 has them exactly."""
+    return isinstance(value, list) and all(
+        type(each) is float or (type(each) is int and abs(each) <= 2**53) for each in value
+    )
+
+
+def _is_table(value: object) -> bool:
+    """Lists of numbers, all of one length."""
+    return isinstance(value, list) and all(_are_numbers(row) and len(row) == len(value[0]) for row in value)
 
 
 def _rebuild(problem: Problem, row: dict[str, Any]) -> Mechanism:
@@ -122,11 +168,11 @@ def _rebuild(problem: Problem, row: dict[str, Any]) -> Mechanism:
     strategy = build(family.name, problem.workload, problem.cycle.participation, solution, **parameters)
     sampling = row["sampling"]
     if sampling not in problem.schemes_for(strategy):
-        raise QuellError(f"the plan's sampling is {problem.sampling}, but the mechanism claims {sampling}")
+        raise QuellError(f"the plan's sampling is {problem.sampling}, but the mechanism claims {short(sampling)}")
     guarantee = privacy.certify(
         strategy,
         problem.scheme_of(strategy, sampling),
-        float(row["noise_multiplier"]),
+        row["noise_multiplier"],
         problem.epsilon,
         problem.delta,
         COMPARISONS,
@@ -141,7 +187,7 @@ def _row_checks(problem: Problem, mechanism: Mechanism, row: dict[str, Any]) -> 
             yield Check(f"{label}: {key}", "missing", _shown(expected), False)
         elif isinstance(expected, float):
             close = type(row[key]) is float and math.isclose(row[key], expected, rel_tol=_TOLERANCE)
-            yield Check(f"{label}: {key}", row[key], expected, close)
+            yield Check(f"{label}: {key}", _shown(row[key]), expected, close)
         else:
             same = type(row[key]) is type(expected) and row[key] == expected
             yield Check(f"{label}: {key}", _shown(row[key]), _shown(expected), same)
@@ -149,7 +195,7 @@ def _row_checks(problem: Problem, mechanism: Mechanism, row: dict[str, Any]) -> 
         below = mechanism.rmse < problem.lower_bound * (1 - _TOLERANCE)
         yield Check(f"{label}: rmse at least the lower bound", mechanism.rmse, problem.lower_bound, not below)
     if extra := sorted(set(row) - set(fresh)):
-        yield Check(f"{label}: unknown entries", ", ".join(extra), "none", False)
+        yield Check(f"{label}: unknown entries", _shown(", ".join(extra)), "none", False)
     if problem.workload.steps <= _DENSE:
         yield from _dense_checks(problem, mechanism, label)
 
@@ -176,4 +222,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> float | str:
-    return value if isinstance(value, float) else str(value)
+    """A value of a file, fit for a terminal: not too long, and without what would move the cursor."""
+    if isinstance(value, float):
+        return value
+    text = short(value) if isinstance(value, int) else str(value)
+    text = text if len(text) <= _LONG else text[:_LONG] + "…"
+    return text if text.isprintable() else ascii(text)

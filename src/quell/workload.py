@@ -20,6 +20,10 @@ from quell.algebra import series, streaming
 from quell.errors import QuellError, require_finite
 from quell.sampling import Participation
 
+_LEAST_SHARE = (
+    1e-30  # of the largest learning rate: float32 weights end at 1e-8, float64 arithmetic on ratios far below
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Workload:
@@ -79,10 +83,14 @@ class Workload:
     @property
     def jumps(self) -> bool:
         """Whether a learning rate rises so sharply that recursions through A⁻¹, which divide by it, lose digits."""
+        return self.rise(2) > 10.0
+
+    def rise(self, within: int) -> float:
+        """The most times that a learning rate is as large as one up to so many steps before."""
         if self.rates is None:
-            return False
-        before = np.minimum(self.rates[:-1], np.concatenate([self.rates[:1], self.rates[:-2]])[: self.steps - 1])
-        return bool(np.any(self.rates[1:] > 10.0 * before))
+            return 1.0
+        later = (self.rates[lag:] / self.rates[: self.steps - lag] for lag in range(1, min(within + 1, self.steps)))
+        return max((float(ratios.max()) for ratios in later), default=1.0)
 
     def apply(self, columns: Array) -> Array:
         """A @ columns for an array of shape (n,) or (n, m), in O(n·m) for SGD workloads."""
@@ -157,6 +165,11 @@ def forgetting(workload: Workload, horizon: float) -> Workload:
     return replace(workload, decay=workload.decay * share)
 
 
+def normalised(workload: Workload) -> Workload:
+    """The workload with 1 as its largest learning rate: the same strategies are best for it."""
+    return workload if workload.rates is None else replace(workload, rates=workload.rates / workload.rates.max())
+
+
 def schedule(name: str, steps: int) -> Array:
     """The learning rates of a named schedule, as shares of the first; they stay positive to the last step.
 
@@ -191,4 +204,10 @@ def _checked_rates(learning_rates: Sequence[float] | Array, steps: int) -> Array
     if not np.all(usable):
         worst = int(np.flatnonzero(~usable)[0])
         raise QuellError(f"learning rate {rates[worst]:g} at step {worst} must be a positive number of ordinary size")
+    if rates.min() < _LEAST_SHARE * rates.max():
+        worst = int(np.argmin(rates))
+        raise QuellError(
+            f"learning rate {rates[worst]:g} at step {worst} is less than {_LEAST_SHARE:g} of the largest, "
+            f"{rates.max():g}: nothing of such a step is left in the weights, so leave it out"
+        )
     return rates.copy()

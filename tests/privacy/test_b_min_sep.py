@@ -62,3 +62,14 @@ def test_rounding_errors_below_zero_are_cut_off_and_paid_for():
     accountant = accountant_of(ToeplitzStrategy("rounded", 30, coefficients), BMinSep(30, 3, 0.2))
     assert accountant.slack > 0
     assert float(accountant.strategy.coefficients.min()) == 0.0
+
+
+def test_a_separation_of_one_step_is_poisson_sampling():
+    """The same law, priced by the accountant that does not draw."""
+    from quell.privacy import poisson
+    from quell.privacy.b_min_sep import accountant_of
+    from quell.sampling import Poisson
+
+    scheme = BMinSep(20, 1, 0.1)
+    built = strategy.build("identity", workload.prefix(20), scheme.participation)
+    assert accountant_of(built, scheme) == poisson.accountant_of(built, Poisson(20, 0.1))

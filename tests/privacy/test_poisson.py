@@ -10,8 +10,9 @@ import pytest
 from quell import privacy, strategy, workload
 from quell.errors import QuellError
 from quell.privacy import gaussian_delta, gaussian_sigma
-from quell.privacy.coins import coin_delta, coin_epsilon
-from quell.privacy.poisson import PoissonAccountant
+from quell.privacy.coins import coin_bound, coin_delta, coin_epsilon
+from quell.privacy.poisson import PoissonAccountant, _columns, accountant_of
+from quell.quick import quick
 from quell.sampling import CyclicPoisson, Poisson
 
 
@@ -80,9 +81,9 @@ def test_rounding_of_many_rounds_never_understates(rounds, epsilon, wanted):
     ],
 )
 def test_estimates_for_searches_agree_with_the_library(rounds, rate, sigma, epsilon):
-    careful, _ = PoissonAccountant(rounds, rate, 1.0).estimate(sigma, epsilon, careful=True)
-    assert coin_delta(rounds, rate, sigma, epsilon) == pytest.approx(careful, rel=0.01)
-    assert coin_epsilon(rounds, rate, sigma, careful) == pytest.approx(epsilon, rel=0.002)
+    careful, _ = PoissonAccountant(((rounds, 1.0),), rate).estimate(sigma, epsilon, careful=True)
+    assert coin_delta([(rounds, sigma)], rate, epsilon) == pytest.approx(careful, rel=0.01)
+    assert coin_epsilon([(rounds, sigma)], rate, careful) == pytest.approx(epsilon, rel=0.002)
 
 
 def test_estimates_for_searches_see_both_directions():
@@ -94,4 +95,105 @@ def test_estimates_for_searches_see_both_directions():
     both = (
         np.trapezoid(np.maximum(p - math.exp(epsilon) * q, 0), y) for p, q in ((present, without), (without, present))
     )
-    assert coin_delta(1, rate, sigma, epsilon) == pytest.approx(max(both), rel=1e-3)
+    assert coin_delta([(1, sigma)], rate, epsilon) == pytest.approx(max(both), rel=1e-3)
+
+
+UNLIKE = [(40, 1.0), (60, 2.0), (30, 0.8)]  # rounds, and their noise in units of what an example adds
+
+
+def library(rounds, rate, epsilon, pessimistic, spacing=1e-3):
+    """The same composition by dp-accounting."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    together = None
+    for count, sigma in rounds:
+        once = privacy_loss_distribution.from_gaussian_mechanism(
+            sigma,
+            pessimistic_estimate=pessimistic,
+            value_discretization_interval=spacing,
+            sampling_prob=rate,
+            use_connect_dots=pessimistic,
+        ).self_compose(count)
+        together = once if together is None else together.compose(once)
+    return together.get_delta_for_epsilon(epsilon)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 2.0, 4.0])
+def test_unlike_rounds_agree_with_the_library(epsilon):
+    found = coin_bound(UNLIKE, 0.05, epsilon)
+    assert library(UNLIKE, 0.05, epsilon, False) <= found <= library(UNLIKE, 0.05, epsilon, True) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize(("rate", "epsilon"), [(0.2, 0.1), (0.2, 1.0), (0.9, 1.0), (0.01, 0.3)])
+def test_unlike_rounds_are_never_below_an_integral(rate, epsilon):
+    """Two rounds of different noise, δ integrated over their outputs on a fine grid, in both directions."""
+    densities = []
+    for sigma in (0.7, 1.9):
+        y = np.linspace(-10 * sigma, 1 + 10 * sigma, 3001)
+        step = y[1] - y[0]
+        without, entered = (
+            np.exp(-(((y - mean) / sigma) ** 2) / 2) / (sigma * math.sqrt(2 * math.pi)) for mean in (0, 1)
+        )
+        densities.append((step * without, step * ((1 - rate) * without + rate * entered)))
+    without, ours = (np.outer(densities[0][i], densities[1][i]) for i in (0, 1))
+    exact = max(
+        np.maximum(ours - math.exp(epsilon) * without, 0).sum(), np.maximum(without - math.exp(epsilon) * ours, 0).sum()
+    )
+    found = coin_bound([(1, 0.7), (1, 1.9)], rate, epsilon)
+    assert exact * (1 - 1e-6) <= found <= exact * (1 + 1e-4) + 1e-12
+
+
+@pytest.mark.parametrize(("rounds", "epsilon"), [([(4, 2.0), (3, 5.0)], 1.0), ([(900, 60.0), (50, 9.0)], 4.0)])
+def test_unlike_rounds_that_are_always_entered_are_one_gaussian(rounds, epsilon):
+    exact = gaussian_delta(1 / math.sqrt(sum(count / sigma**2 for count, sigma in rounds)), epsilon)
+    assert exact <= coin_bound(rounds, 1.0, epsilon) <= exact * 1.001 + 1e-10
+
+
+@pytest.mark.parametrize(
+    ("rate", "sigma", "epsilon"), [(1e-3, 0.3, 4.0), (0.5, 3.0, 0.2), (0.01, 1.0, 0.05), (1.0, 1.0, 2)]
+)
+def test_one_round_has_a_closed_form(rate, sigma, epsilon):
+    exact = rate * gaussian_delta(sigma, math.log1p(math.expm1(epsilon) / rate))
+    assert exact <= coin_bound([(1, sigma)], rate, epsilon) <= exact * 1.0001 + 1e-12
+
+
+def test_what_falls_off_the_grid_is_part_of_the_bound(monkeypatch):
+    """With a grid that ends far too early the bound says so."""
+    from quell.privacy import coins
+
+    monkeypatch.setattr(coins, "_TAIL", 0.3)
+    exact = gaussian_delta(1.0, 3.0)
+    assert coin_delta([(4, 2.0)], 1.0, 3.0) < exact < coin_bound([(4, 2.0)], 1.0, 3.0)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4])
+def test_columns_of_an_accountant_are_at_least_those_of_every_group(groups):
+    norms = np.random.default_rng(0).uniform(0.1, 2.0, 50)
+    columns = _columns(norms, groups)
+    priced = np.sort(np.concatenate([np.full(count, norm) for count, norm in columns]))[::-1]
+    for group in range(groups):
+        own = np.sort(norms[group::groups])[::-1]
+        assert np.all(own <= priced[: len(own)])
+    assert len(columns) <= 24
+    assert priced[0] == norms.max()
+
+
+def test_a_diagonal_strategy_is_priced_column_by_column():
+    """Priced at its largest column it would need a sixth more noise."""
+    scheme = Poisson(40, 0.1)
+    built = strategy.build("diagonal", workload.prefix(40), scheme.participation)
+    found = privacy.calibrate(built, scheme, 2.0, 1e-5)
+    exact = [(1, found.noise_multiplier / norm) for norm in built.column_norms]
+    assert 0.8e-5 < coin_delta(exact, 0.1, 2.0) <= 1e-5
+    largest = PoissonAccountant(((40, float(built.column_norms.max())),), 0.1)
+    assert largest.estimate(found.noise_multiplier, 2.0, False)[0] > 4e-5
+    assert quick(built, scheme, 2.0, 1e-5).noise_multiplier == pytest.approx(found.noise_multiplier, rel=3e-3)
+    with pytest.raises(QuellError, match="is not certified"):
+        privacy.certify(built, scheme, found.noise_multiplier * 0.99, 2.0, 1e-5)
+
+
+def test_columns_that_hardly_differ_count_as_equal():
+    scheme = CyclicPoisson.of_fraction(200, groups=2, fraction=0.05)
+    built = strategy.build("bsr", workload.prefix(200), scheme.participation, bands=2)
+    assert np.ptp(built.column_norms) > 0
+    assert accountant_of(built, scheme).columns == ((100, pytest.approx(built.column_norms.max())),)

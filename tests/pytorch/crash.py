@@ -1,17 +1,20 @@
 """A training process that is killed: `python crash.py FOLDER MECHANISM CLIPPING STEPS...`.
 
 A life for each number of steps, ended by signal 9 once it has reported so many; then one that may finish. Each life
-goes on from the checkpoint of those before, and logs a hash of what each row of noise was added to.
+goes on from the checkpoint of those before, if there is one, and logs a hash of what each row of noise was added to.
+The model has dropout, and the examples are augmented with NumPy's and Python's random numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,12 +26,28 @@ from pytorch.training import examples
 from quell.torch import make_private
 
 
+class Augmented(torch.utils.data.Dataset):
+    """Examples that come a little different each time."""
+
+    def __init__(self):
+        self.examples = examples()
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        x, y = self.examples[index]
+        return x * random.choice([-1, 1]) + float(np.random.normal()), y
+
+
 def build(key, mechanism, clipping):
     torch.manual_seed(1)
+    np.random.seed(2)
+    random.seed(3)
     plan = small_plan(mechanism, alone=True, epochs=4)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    return (plan, *make_private(model, optimizer, examples(), plan, key=key, clipping=clipping))
+    return (plan, *make_private(model, optimizer, Augmented(), plan, key=key, clipping=clipping))
 
 
 def train(plan, model, optimizer, loader, after_step=lambda: None):
@@ -47,7 +66,7 @@ def live(folder: Path, mechanism: str, clipping: str, report: int) -> None:
 
     def save():
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-        torch.save({**state, "random": torch.get_rng_state()}, folder / "new.pt")
+        torch.save(state, folder / "new.pt")
         os.replace(folder / "new.pt", checkpoint)
 
     if checkpoint.exists():
@@ -55,9 +74,6 @@ def live(folder: Path, mechanism: str, clipping: str, report: int) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"], replay=True)
         loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["random"])
-    else:
-        save()  # before the first step is released
     log = (folder / "gradients.log").open("a", buffering=1)
     add = optimizer.run.noise.add_
 

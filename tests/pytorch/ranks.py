@@ -18,7 +18,7 @@ from pytorch.conftest import small_plan, unpriced_poisson_plan
 from pytorch.forks import fork, wait_all
 from pytorch.training import examples
 from quell.errors import QuellError
-from quell.noise import Key
+from quell.noise import Key, claims
 from quell.torch import ghost, make_private
 
 SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
@@ -107,6 +107,47 @@ def disagreeing(folder: Path) -> None:
     torch.save(said, folder / f"disagreement {rank}.pt")
 
 
+def replaying(folder: Path, name: str) -> None:
+    """Dropout on every rank, a key in a file: from a checkpoint of all ranks the same steps come again, or none do."""
+    rank = dist.get_rank()
+
+    def start(seed):
+        claims._claims.clear()  # as in a new process
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3))
+        clipping, sharded = SCENARIOS[name][:2]
+        if sharded:
+            fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        plan = small_plan("bsr", alone=True)
+        trio = make_private(model, optimizer, examples(), plan, key=folder / f"key {name}", clipping=clipping)
+        torch.manual_seed(seed + rank)
+        return trio
+
+    first = start(0)
+    train(*first, steps=2)
+    held = {key: value.clone() for key, value in weights(first[0]).items()}
+    saved = {"model": held, "optimizer": first[1].state_dict()}
+    train(*first, steps=4)
+    first[1].close()
+    said = []
+    for disturbed in (False, True):
+        again = start(100)
+        put_weights(again[0], saved["model"])
+        again[1].load_state_dict(saved["optimizer"], replay=True)
+        if disturbed and rank == 1:
+            torch.manual_seed(5)  # on the rank that has no ledger
+        try:
+            train(*again, steps=4)
+        except QuellError as error:
+            said.append(str(error))
+        else:
+            before, now = weights(first[0]), weights(again[0])
+            said.append(all(torch.equal(before[key], now[key]) for key in before))
+        again[1].close()
+    torch.save(said, folder / f"replay {name} {rank}.pt")
+
+
 def live(folder: Path, rank: int, world: int) -> None:
     """One rank: all scenarios, one after the other."""
     torch.set_num_threads(1)
@@ -143,6 +184,8 @@ def live(folder: Path, rank: int, world: int) -> None:
         audited(folder, name)
     if world == 2:
         disagreeing(folder)
+        for name in ("flat", "fsdp"):
+            replaying(folder, name)
     dist.destroy_process_group()
 
 

@@ -140,17 +140,6 @@ def test_loader_and_optimizer_are_loaded_together():
         iter(fresh)
 
 
-def test_a_second_run_with_the_same_key_is_refused(tmp_path):
-    """Forgetting to load the checkpoint would start again at row 0, with other gradients."""
-    plan = small_plan(momentum=0.9)
-    model, optimizer, loader = private(tmp_path / "key", plan)
-    train(model, optimizer, loader, steps=2)
-    optimizer.close()
-    model, optimizer, loader = private(tmp_path / "key", plan)
-    with pytest.raises(QuellError, match="this key has released steps up to"):
-        train(model, optimizer, loader, steps=1)
-
-
 def test_workers_get_the_seeds_they_would_have_had():
     """Seeds of loader workers follow from key and step, not from how often a loader was started."""
     plan, key = small_plan(momentum=0.9), Key.generate()
@@ -185,7 +174,6 @@ def killed_and_resumed(folder, mechanism, clipping, kills):
         hashes.setdefault(step, set()).add(content)
     assert len(hashes) == 20
     assert all(len(found) == 1 for found in hashes.values()), "a row of noise was added to two different gradients"
-    assert len(kills) == 1 or len(lines) > 20  # some steps did come again
     plan, model, optimizer, loader = crash.build(Key(Key.load(folder / "key").reveal()), mechanism, clipping)
     crash.train(plan, model, optimizer, loader)
     final = torch.load(folder / "final.pt", weights_only=True)
@@ -193,7 +181,8 @@ def killed_and_resumed(folder, mechanism, clipping, kills):
 
 
 def test_kill_minus_nine_three_times(tmp_path):
-    killed_and_resumed(tmp_path, "bsr", "microbatch", kills=[5, 2, 4])
+    """Before the first checkpoint, with a new one, and a step after one."""
+    killed_and_resumed(tmp_path, "bsr", "microbatch", kills=[2, 6, 4])
 
 
 @pytest.mark.slow
@@ -202,4 +191,4 @@ def test_kill_minus_nine_at_a_random_step(number, tmp_path):
     dice = random.Random(number)
     mechanism = dice.choice(["blt", "bisr", "bsr", "identity"])
     clipping = dice.choice(["flat", "ghost", "microbatch"])
-    killed_and_resumed(tmp_path, mechanism, clipping, kills=[dice.randint(1, 17)])
+    killed_and_resumed(tmp_path, mechanism, clipping, kills=[dice.randint(1, 17), dice.randint(1, 5)])

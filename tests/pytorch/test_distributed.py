@@ -55,8 +55,16 @@ def test_ranks_with_different_arguments_refuse_to_start(worlds):
     for rank in (0, 1):
         said = torch.load(worlds[2] / f"disagreement {rank}.pt")
         assert len(said) == 3
-        for message, name in zip(said, ("max_grad_norm", "clipping", "noise"), strict=True):
+        for message, name in zip(said, ("max_grad_norm", "clipping", "promise"), strict=True):
             assert f"rank {1 - rank} has {name}" in message
+
+
+def test_ranks_replay_together_or_not_at_all(worlds):
+    for name in ("flat", "fsdp"):
+        for rank in (0, 1):
+            same, refused = torch.load(worlds[2] / f"replay {name} {rank}.pt")
+            assert same is True
+            assert "step 2 was released before and would now be released with other gradients" in refused
 
 
 def audit_rows(groups):

@@ -18,12 +18,13 @@ from quell.torch.lightning import Private  # noqa: E402
 
 
 class Module(pl.LightningModule):
-    def __init__(self, schedule=False):
+    def __init__(self, schedule=False, dropout=0.0):
         super().__init__()
         self.network, self.schedule = network(), schedule
+        self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, x):
-        return self.network(x)
+        return self.network(self.dropout(x))
 
     def training_step(self, batch, index):
         x, y = batch
@@ -61,12 +62,13 @@ def test_fit_trains_as_the_plain_loop(plan, tmp_path, clipping):
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using")
 def test_fit_goes_on_from_a_checkpoint(plan, tmp_path):
-    key = seeded(6)
-    straight = Module()
+    key = tmp_path / "key"
+    straight = Module(dropout=0.3)
     private = Private(plan, examples(), key=key)
     keep = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     trainer(tmp_path, private, keep, enable_checkpointing=True).fit(straight, private.loader)
-    resumed = Module()
+    private.optimizer.close()
+    resumed = Module(dropout=0.3)
     private = Private(plan, examples(), key=key, replay=True)
     trainer(tmp_path, private).fit(resumed, private.loader, ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
     assert private.privacy_report().steps_done == plan.steps

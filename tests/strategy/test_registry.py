@@ -120,3 +120,40 @@ def test_columns_are_normalised_at_any_size_that_is_allowed():
     for size in (1e-99, 1.0, 1e99):
         columns = strategy.build("band_toeplitz", SUMS, PATTERN, size * shape, bands=4, column_normalise=True).matrix()
         np.testing.assert_allclose(np.linalg.norm(columns, axis=0), 1.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["bisr", "band_inv", "fractional", "bsr", "band_toeplitz"])
+def test_one_band_is_independent_noise_under_every_scheme(family):
+    """A C⁻¹ of one band makes C one band too, coefficients and all: scaled columns of balls in bins tripped over it."""
+    from quell.privacy.bins import bins_of
+    from quell.sampling import BallsInBins
+
+    built = strategy.build(family, SUMS, PATTERN, bands=1, column_normalise=True)
+    assert (built.bands, len(built.coefficients)) == (built.noising_bands, len(built.noising)) == (1, 1)
+    np.testing.assert_allclose(built.matrix(), np.eye(N))
+    np.testing.assert_allclose(built.noising_matrix(), np.eye(N))
+    np.testing.assert_allclose(bins_of(built, BallsInBins(N, 5)).energies, N / 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("bisr", {"bands": 3}), ("bsr", {"bands": 3}), ("blt", {"buffers": 1}), ("square_root", {})]
+)
+def test_series_have_as_many_coefficients_as_bands(name, options):
+    built = strategy.build(name, SUMS, PATTERN, **options)
+    assert len(built.coefficients) == built.bands
+    assert len(built.noising) == built.noising_bands
+
+
+@pytest.mark.parametrize("options", [{"horizon": 1}, {"divergence": 1e-300}])
+def test_shapes_without_meaning_are_refused(options):
+    with pytest.raises(QuellError, match=next(iter(options))):
+        strategy.build("band_toeplitz", SUMS, PATTERN, bands=3, **options)
+
+
+@pytest.mark.parametrize("size", [1e-90, 1.0, 1e90])
+def test_the_size_of_learning_rates_does_not_change_what_is_best(size):
+    rates = size * workload.schedule("cosine", N)
+    for name, pattern, options in (("band", PATTERN, {"bands": 3}), ("dense", Participation.single(N), {})):
+        found = strategy.build(name, workload.sgd(N, 0.9, 1.0, rates), pattern, **options)
+        same = strategy.build(name, workload.sgd(N, 0.9, 1.0, rates / size), pattern, **options)
+        np.testing.assert_allclose(found.row_bands, same.row_bands, atol=1e-5)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quell._types import Array
+from quell.errors import QuellError
 
 Vector = npt.NDArray[np.floating[Any]]  # the history may be float32
 Objective = Callable[[Array], tuple[float, Array]]
@@ -103,7 +104,10 @@ def minimise(
     loss = float(loss)
     gradient = np.array(answer, dtype=np.float64).reshape(-1)
     if not (math.isfinite(loss) and np.isfinite(gradient).all()):
-        raise ValueError(f"the loss at the start is {loss} (or its gradient is not finite): start elsewhere")
+        raise QuellError(
+            "the search for a strategy has no error to start from in float64, as where learning rates jump by many "
+            "orders of magnitude: smooth the schedule, or take a mechanism that is not optimised"
+        )
 
     trial, direction = np.empty_like(point), np.empty_like(point)
     memory = _Memory(history, np.dtype(history_dtype), precondition, shape)

@@ -7,18 +7,20 @@ not help. Keys made from a seed are left out: they promise nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from quell.noise.key import Key
 from quell.noise.layout import Shard
+from quell.noise.releases import Releases
 
 
 @dataclass(eq=False)
 class Claim:
-    """One stream's releases: steps below `released` of these shards."""
+    """What one stream has released of these shards."""
 
     shards: tuple[Shard, ...]
-    released: int = 0
+    made: Releases = field(default_factory=Releases)
 
 
 _claims: dict[str, list[Claim]] = {}
@@ -31,18 +33,12 @@ def register(key: Key, shards: tuple[Shard, ...]) -> Claim:
     return claim
 
 
-def released(key: Key, own: Claim) -> int:
-    """How many steps of any of `own`'s elements were released under this key, by its stream or another."""
-    return max(own.released, released_by_others(key, own))
-
-
-def released_by_others(key: Key, own: Claim) -> int:
-    """How many steps of any of `own`'s elements other streams of this process have released under this key."""
-    most = 0
+def overlapping(key: Key, own: Claim) -> Iterator[Releases]:
+    """What was released of any of `own`'s elements under this key, by its stream and by others of this process."""
+    yield own.made
     for claim in _claims.get(key.id, ()):
-        if claim is not own and claim.released > most and _overlap(claim.shards, own.shards):
-            most = claim.released
-    return most
+        if claim is not own and claim.made.released and _overlap(claim.shards, own.shards):
+            yield claim.made
 
 
 def _overlap(a: tuple[Shard, ...], b: tuple[Shard, ...]) -> bool:

@@ -1,12 +1,19 @@
-"""Says no to a step whose noise was released before, in this process (`claims`) or in an earlier one (`ledger`)."""
+"""Says no to a step whose noise was released before, in this process (`claims`) or in an earlier one (`ledger`).
+
+The one exception is a replay: the same release once more, which tells nothing new. Whether it is the same is not taken
+on trust. A digest of every release is kept, and a step that comes again with another one is refused.
+"""
 
 from __future__ import annotations
+
+from hashlib import blake2b
 
 from quell.errors import QuellError
 from quell.noise import claims
 from quell.noise.key import Key
 from quell.noise.layout import Shard
 from quell.noise.ledger import Ledger
+from quell.noise.releases import DIGEST_BYTES, UNKNOWN
 
 REPLAY = (
     "if the same gradients come again because the data order is the plan's own, load with replay=True; "
@@ -15,56 +22,99 @@ REPLAY = (
 
 
 class ReleaseGuard:
-    """What one stream may release of these shards. `replay` declares that repeated steps see the same gradients."""
+    """What one stream may release of these shards. `run` names key and noise; `replay` lets released steps come again.
 
-    def __init__(self, key: Key, shards: tuple[Shard, ...], ledger: Ledger | None, replay: bool = False) -> None:
+    A digest is keyed BLAKE2b of the run, the step and a fingerprint of the sums before noise, so who reads a
+    ledger learns nothing from it.
+    """
+
+    def __init__(
+        self, key: Key, run: str, shards: tuple[Shard, ...], ledger: Ledger | None, replay: bool = False
+    ) -> None:
         self.shards, self.ledger = shards, ledger
         self._key, self._replay = key, replay
+        self._digests = key.derive("quell release digests")
+        self._run = self._digest(run.encode())
         self._claim = claims.register(key, shards)
-        self._fresh = False  # whether the next step is known not to have been released before
+        self._saved = 0  # how many steps were released when the state that was loaded was saved
+        if ledger is not None:
+            ledger.require_run(self._run)
+
+    @property
+    def watched(self) -> bool:
+        """Whether anyone remembers what is released; keys made from a seed promise nothing."""
+        return self.ledger is not None or not self._key.seeded
 
     @property
     def released(self) -> int:
-        """How many steps count as released, without those that an open ledger has merely reserved."""
-        known = 0 if self.ledger is None else self.ledger.accounted(self._key.id)
-        return max(known, claims.released(self._key, self._claim))
+        """How many steps count as released."""
+        known = 0 if self.ledger is None else self.ledger.released
+        return max(known, self._saved, *(made.released for made in claims.overlapping(self._key, self._claim)))
 
-    def before(self, step: int, until: int) -> None:
-        """Note, before it happens, that the steps from `step` to below `until` are released, or refuse."""
-        if step >= self.released:
-            self._replay = False  # what was declared covers the steps that come again, not the new ones
-        if not self._fresh:
+    def before(self, step: int, until: int, fingerprint: bytes | None) -> None:
+        """Note, before it happens, that the steps from `step` to below `until` are released, or refuse.
+
+        `fingerprint` is that of the sums of `step`; None where nobody can know it.
+        """
+        digest = UNKNOWN
+        if fingerprint is not None:
+            digest = self._digest(self._run, step.to_bytes(8, "little"), fingerprint)
+        if step < self.released:
             self._require_new(step, self._replay)
-        elif not self._replay and step < claims.released_by_others(self._key, self._claim):
-            raise QuellError(f"another stream with this key has released step {step:,} already: {REPLAY}")
+            if self.watched:
+                self._require_same(step, digest)
+        else:
+            self._replay = False  # what was declared covers the steps that come again, not the new ones
         if self.ledger is not None:
-            self.ledger.record(self._key.id, until)
-        self._claim.released = max(until, self._claim.released)
-        self._fresh = False  # should it fail half-way, the step counts as released
+            self.ledger.record(until, digest, self._run)
+        if self._claim.made.digest(step) is None:
+            self._claim.made.note(step, until, digest)
 
-    def after(self) -> None:
-        """The step succeeded; the next one is new."""
-        self._fresh = True
+    def check_resuming(self, step: int, released: int, replay: bool) -> None:
+        """Refuse to go on from `step` if that would release steps again, or if the ledger is not that of the run.
 
-    def check_resuming(self, step: int, replay: bool) -> None:
-        """Refuse to go on from `step` if that would release steps again, or if the ledger is not that of the run."""
-        self._require_new(step, replay)
-        if self.ledger is not None and not replay and (known := self.ledger.released(self._key.id)) < step:
+        `released` is how many steps had been released when the state was saved.
+        """
+        self._require_new(step, replay, released)
+        if self.ledger is not None and (known := self.ledger.released) < released:
             raise QuellError(
-                f"the ledger {self.ledger.path} has {known:,} steps of this key, but the state stands at step "
-                f"{step:,}: restore the run's own ledger; if it has none, enter what was released: "
-                "with Ledger(path) as ledger: ledger.record(key.id, steps)"
+                f"the ledger {self.ledger.path} has {known:,} steps of this key, but {released:,} were released when "
+                "the state was saved: restore the run's own ledger; if it has none, enter what was released: "
+                "with Ledger(path) as ledger: ledger.record(steps)"
             )
 
-    def resumed(self, replay: bool) -> None:
+    def resumed(self, released: int, replay: bool) -> None:
         """The stream stands where `check_resuming` allowed it to."""
-        self._replay, self._fresh = replay, True
+        self._saved, self._replay = max(released, self._saved), replay
 
-    def _require_new(self, step: int, replay: bool) -> None:
-        before = claims.released(self._key, self._claim)
-        if self.ledger is not None:
-            before = max(before, self.ledger.released(self._key.id))
+    def _require_new(self, step: int, replay: bool, released: int = 0) -> None:
+        before = max(released, self.released)
         if step < before and not replay:
             raise QuellError(
                 f"this key has released steps up to {before - 1:,}, and step {step:,} would come again: {REPLAY}"
             )
+
+    def _require_same(self, step: int, digest: bytes) -> None:
+        """Everyone who knows what the step was released as must know this digest, and someone must know it."""
+        known = [made.digest(step) for made in claims.overlapping(self._key, self._claim)]
+        if self.ledger is not None and self.ledger.released > step:
+            known.append(self.ledger.digest(step))
+        witnesses = [found for found in known if found is not None]
+        if not witnesses or UNKNOWN in (*witnesses, digest):
+            raise QuellError(
+                f"step {step:,} counts as released, and no ledger has a digest of it (there was none, its last record "
+                "is torn, or a CUDA graph was captured), so nothing shows that it would be the same again: start a "
+                "new run with a new key, and keep its ledger"
+            )
+        if any(found != digest for found in witnesses):
+            raise QuellError(
+                f"step {step:,} was released before and would now be released with other gradients or other noise, "
+                "which would give both away, so nothing was released: load model, optimizer and loader of one "
+                "checkpoint before the first step (without a checkpoint: set the same seeds before building the model) "
+                "and run the same code on the same data, devices and number of processes, with random numbers from "
+                "torch's, NumPy's and Python's global generators only and torch.use_deterministic_algorithms(True) on "
+                "a GPU; or start a new run with a new key"
+            )
+
+    def _digest(self, *parts: bytes) -> bytes:
+        return blake2b(b"".join(parts), digest_size=DIGEST_BYTES, key=self._digests).digest()

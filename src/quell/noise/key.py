@@ -19,12 +19,14 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from quell import files
 from quell.errors import QuellError, require_count
 from quell.noise.secrecy import never_copied
 
 KEY_BYTES: Final = 32
 LEAST_DISTINCT_BYTES: Final = 8  # a random key has fewer with probability below 10⁻³⁰
 _FILE_MARK: Final = "quell-key-1"
+_MOST_BYTES: Final = 256
 
 
 class SeededKeyWarning(UserWarning):
@@ -80,9 +82,9 @@ class Key:
         """Read a key file; one that others can read is refused."""
         source = Path(path)
         try:
-            with source.open("rb") as file:
+            with files.opened(source, _MOST_BYTES) as file:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                content = file.read(256)
+                content = file.read()
         except OSError as problem:
             raise QuellError(f"cannot read the key file {source}: {problem.strerror}") from None
         if os.name == "posix" and mode & 0o077:

@@ -1,33 +1,47 @@
-"""A small append-only file beside the checkpoints: how far each key has been released.
+"""A small append-only file beside the key: which steps it has released, and a keyed digest of each of them.
 
-A checkpoint is older than the crash it survives. Resuming from it would release some steps a second time, and if the
-gradients differ (another data order, another batch) the difference of the two releases is free of noise. The ledger
-knows better than the checkpoint: a stream that would fall behind it is refused, unless replay is declared harmless.
+A checkpoint is older than the crash it survives. Resuming from it releases some steps a second time, and if anything
+differs (other dropout masks, another batch, other code) the difference of the two releases is free of noise. The
+ledger knows better than the checkpoint: a step that comes again must have the digest that is written here.
 
-A line is written and flushed to the disk *before* the steps it covers are released, `reserve` steps ahead so that the
-disk is not in every step; a checkpoint or a clean close writes the exact number. The last line of a key counts. A last
-line torn by a crash covers nothing that was released, and is dropped. A lock keeps a second process out.
+The file is a header and records of `RECORD.size` bytes: how many steps are released with this one, the digest of the
+last of them (zeros: nobody knows as what they were released), and a checksum of everything up to here. A record with 0
+steps names the run that the ledger belongs to; it is written with the first step.
 
-After a failed write nobody knows which lines the disk holds (an fsync that failed may succeed when tried again, with
-the data gone), so the ledger releases nothing more. Either outcome is safe to open again: the line that failed claims
-no less than was released until then.
+A record is on the disk *before* its step is released, one `fsync` per step. If the last record is torn, a crash
+came before its step was released, or someone has cut the file after it was; so the step counts as released, nobody
+knows as what, and cannot come again. Damage before the end is refused, and so is a file without its header. A lock
+keeps a second process out, and a file that was moved, replaced, cut or added to while in use is noticed at the next
+step. Whether whole records are missing at the end of a file that nobody has in use, only a checkpoint can tell: it
+knows how many steps were released when it was saved.
+
+After a failed write nobody knows which records the disk holds (an fsync that failed may succeed when tried again, with
+the data gone), so the ledger releases nothing more. Either outcome is safe to open again: the record that failed
+claims no less than was released until then.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
+import struct
 from pathlib import Path
 from types import TracebackType
+from typing import Final
+from zlib import crc32
 
 from quell.errors import QuellError, require_count
+from quell.noise.releases import DIGEST_BYTES, UNKNOWN, Releases
 from quell.noise.secrecy import never_copied
 
 try:
     import fcntl
 except ImportError:  # Windows has no flock: there the lock is the operator's duty
     fcntl = None  # type: ignore[assignment]
+
+HEADER: Final = b"quell-ledger-2\n\0"
+RECORD: Final = struct.Struct(f"<Q{DIGEST_BYTES}sI")
+_SUMMED: Final = RECORD.size - 4  # bytes of a record before its checksum
 
 
 class Ledger:
@@ -36,61 +50,69 @@ class Ledger:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "noise.ledger"
     >>> with Ledger(path) as ledger:
-    ...     ledger.record("a-key-id", released=3)
+    ...     ledger.record(1, b"sixteen bytes...")
     >>> with Ledger(path) as ledger:
-    ...     ledger.released("a-key-id")
-    3
+    ...     ledger.released, ledger.digest(0)
+    (1, b'sixteen bytes...')
     """
 
-    def __init__(self, path: str | Path, reserve: int = 64) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._reserve = require_count("reserve", reserve)
         self._handle, self._process, self._failed = -1, os.getpid(), False
+        self._made = Releases()
+        self._run: bytes | None = None
+        self._checksum, self._size = crc32(HEADER), 0
         try:
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            _sync_folder(self.path)  # a new file's name must survive a crash as its lines do
+            _create(self.path)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_APPEND)
             self._lock()
-            self._bounds = self._read()
+            self._read()
         except OSError as problem:
             self._release_handle()
             raise QuellError(f"cannot open the ledger {self.path}: {problem.strerror}") from problem
         except QuellError:
             self._release_handle()
             raise
-        self._exact = dict(self._bounds)  # without what this process reserves ahead
 
-    def released(self, key_id: str) -> int:
-        """How many steps of this key must count as released."""
-        return self._bounds.get(key_id, 0)
+    @property
+    def released(self) -> int:
+        """How many steps count as released."""
+        return self._made.released
 
-    def accounted(self, key_id: str) -> int:
-        """The same without what this process has only reserved."""
-        return self._exact.get(key_id, 0)
+    def digest(self, step: int) -> bytes | None:
+        """What the step was released as: `UNKNOWN` if nobody knows, None if it was not released."""
+        return self._made.digest(step)
 
-    def record(self, key_id: str, released: int) -> None:
-        """Make sure, before they are released, that the first `released` steps of this key are on the disk."""
+    def require_run(self, run: bytes) -> None:
+        """Refuse a ledger that belongs to another run, by the 16 bytes that name them."""
+        if self._run not in (None, run):
+            raise QuellError(
+                f"the ledger {self.path} was written under another key, plan, max_grad_norm, generator or set of "
+                "parameters: go on with exactly those, or start a new run with a new key and a new ledger"
+            )
+
+    def record(self, released: int, digest: bytes = UNKNOWN, run: bytes | None = None) -> None:
+        """Make sure, before they are released, that the first `released` steps are on the disk, the last as `digest`.
+
+        Steps that are there already stay as they are. Without a digest the steps can never come again.
+        """
         self._require_open()
-        if released > self.released(key_id):
-            self._write(key_id, released + self._reserve - 1)
-        self._exact[key_id] = max(released, self._exact.get(key_id, 0))
-
-    def settle(self) -> None:
-        """Take back what was reserved but not released, so that an exact checkpoint can resume."""
-        if os.getpid() != self._process:
-            return  # a forked child knows nothing of what its parent has released since
-        for key_id, exact in self._exact.items():
-            if exact < self.released(key_id):
-                self._write(key_id, exact)
+        until = require_count("released", released)
+        records = []
+        if run is not None:
+            self.require_run(run)
+            if self._run is None:
+                records.append((0, run))
+        if until > self.released:
+            records.append((until, digest))
+        if records:
+            self._write(records)
 
     def close(self) -> None:
-        try:
-            if self._handle >= 0 and not self._failed:
-                self.settle()
-        finally:
-            self._release_handle()
+        self._release_handle()
 
     def __del__(self) -> None:
-        if hasattr(self, "_handle"):  # forgotten rather than closed: what was reserved stays reserved
+        if hasattr(self, "_handle"):
             self._release_handle()
 
     __reduce_ex__ = never_copied("a ledger is never pickled or copied: open its file where it is needed")
@@ -113,39 +135,75 @@ class Ledger:
                     "closed (optimizer.close()): one run, one ledger"
                 ) from None
 
-    def _read(self) -> dict[str, int]:
+    def _read(self) -> None:
         with os.fdopen(os.dup(self._handle), "rb") as file:
             file.seek(0)
-            content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.ftruncate(self._handle, whole)
-        bounds: dict[str, int] = {}
-        for number, line in enumerate(content[:whole].splitlines(), start=1):
-            try:
-                entry = json.loads(line)
-                bounds[str(entry["key"])] = require_count("released", entry["released"], least=0)
-            except (ValueError, TypeError, KeyError):
-                raise QuellError(
-                    f"line {number} of the ledger {self.path} is damaged: restore the file, or start a new key"
-                ) from None
-        return bounds
+            content = memoryview(file.read())
+        if bytes(content[: len(HEADER)]) != HEADER:
+            raise QuellError(
+                f"the ledger {self.path} {_not_a_ledger(bytes(content[: len(HEADER)]))}: restore the run's own ledger, "
+                "or start a new run with a new key and a new ledger"
+            )
+        self._size = len(HEADER)
+        while self._size + RECORD.size <= len(content):
+            record = content[self._size : self._size + RECORD.size]
+            until, digest, stated = RECORD.unpack(record)
+            checksum = crc32(record[:_SUMMED], self._checksum)
+            sound = (self._run is None) if until == 0 else until > self.released
+            if checksum != stated or not sound:
+                break
+            self._note(until, digest)
+            self._checksum = checksum
+            self._size += RECORD.size
+        left = len(content) - self._size
+        if left > RECORD.size * (2 if self._run is None else 1):  # what one write may leave half done
+            number = (self._size - len(HEADER)) // RECORD.size + 1
+            raise QuellError(
+                f"record {number:,} of the ledger {self.path} is damaged: restore the file, or start a new run with a "
+                "new key and a new ledger"
+            )
+        if left:
+            os.ftruncate(self._handle, self._size)
+            self._write([(self.released + 1, UNKNOWN)])
 
-    def _write(self, key_id: str, bound: int) -> None:
-        self._require_open()
-        line = (json.dumps({"key": key_id, "released": bound}) + "\n").encode()
-        before = os.fstat(self._handle)
-        if not before.st_nlink:
-            raise QuellError(f"the ledger {self.path} was deleted while in use: restore it, or start a new key")
+    def _write(self, records: list[tuple[int, bytes]]) -> None:
+        self._require_same_file()
+        content, checksum = b"", self._checksum
+        for until, digest in records:
+            summed = struct.pack(f"<Q{DIGEST_BYTES}s", until, digest)
+            checksum = crc32(summed, checksum)
+            content += summed + struct.pack("<I", checksum)
         try:
-            if os.write(self._handle, line) < len(line):
-                os.ftruncate(self._handle, before.st_size)  # half a line in the middle would damage the file
+            if os.write(self._handle, content) < len(content):
+                os.ftruncate(self._handle, self._size)  # half a record in the middle would damage the file
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._handle)
         except OSError as problem:
             self._failed = True
             raise QuellError(f"cannot write the ledger {self.path}: {problem.strerror}") from problem
-        self._bounds[key_id] = bound
+        for until, digest in records:
+            self._note(until, digest)
+        self._checksum = checksum
+        self._size += len(content)
+
+    def _note(self, until: int, digest: bytes) -> None:
+        if until:
+            self._made.note(self.released, until, digest)
+        else:
+            self._run = digest
+
+    def _require_same_file(self) -> None:
+        """A copy that is put in the place of the ledger would know less, and this run would go on in the old one."""
+        ours = os.fstat(self._handle)
+        try:
+            named = os.stat(self.path)
+        except OSError:
+            named = None
+        if named is None or (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino) or ours.st_size != self._size:
+            raise QuellError(
+                f"the ledger {self.path} was deleted, moved, replaced or changed while in use: put the file back that "
+                "this run has written, or start a new run with a new key and a new ledger"
+            )
 
     def _require_open(self) -> None:
         if os.getpid() != self._process:
@@ -161,10 +219,28 @@ class Ledger:
             self._handle = -1
 
 
-def _sync_folder(path: Path) -> None:
+def _create(path: Path) -> None:
+    """A new ledger has its header, and its name survives a crash as its records do."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    try:
+        os.write(handle, HEADER)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
     if os.name == "posix":
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _not_a_ledger(start: bytes) -> str:
+    if not start:
+        return "is empty, and even a new one is not"
+    if start.startswith(b'{"key"'):
+        return "is of an older version of Quell, which did not write down what it released"
+    return "does not begin as a ledger does"

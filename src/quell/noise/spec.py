@@ -45,6 +45,7 @@ class NoiseSpec:
     recurrence: Recurrence
     steps: int
     scale: float
+    promise: str = ""  # what it is made for, as exact text: clip norm, σ, ε, δ, sampling, parameters
 
     def __post_init__(self) -> None:
         steps = require_count("steps", self.steps)
@@ -89,7 +90,10 @@ class NoiseSpec:
         strategy = getattr(mechanism, "strategy", None)
         if strategy is None:
             raise QuellError(f"noise is made from a Plan, a Mechanism or a NoiseSpec, not from {type(source).__name__}")
-        return cls(strategy.recurrence, strategy.steps, max_grad_norm * mechanism.noise_multiplier)
+        claim = mechanism.claim
+        numbers = (max_grad_norm, claim.noise_multiplier, claim.epsilon, claim.delta)
+        promise = " ".join([*(float(number).hex() for number in numbers), claim.sampling])
+        return cls(strategy.recurrence, strategy.steps, max_grad_norm * mechanism.noise_multiplier, promise)
 
     def recipe(self, keep: float = 0) -> Recipe:
         """The same as float32 tables. Of the old draws of a `Regenerate`, up to `keep` are kept, the others remade."""
@@ -97,19 +101,18 @@ class NoiseSpec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the noise, so that the state of another plan is noticed; six digits of a sample of its numbers.
+        """Names the noise and its promise: equal only if every float32 table is, bit for bit, and the promise too.
 
-        Rounding and sampling make it the same on machines whose last bits differ. It guards against mistakes, not
-        against malice.
+        Noise that differs in a last bit would, where a step comes again, differ by a known multiple of the draws.
         """
-        parts: list[str] = [type(self.recurrence).__name__, str(self.steps), f"{self.scale:.6g}"]
-        for name in ("noising", "bands", "scales", "decays", "row_scale"):
-            values = getattr(self.recurrence, name, None)
-            if values is not None:
-                flat = np.asarray(values).reshape(-1)
-                sample = flat[np.unique(np.linspace(0, flat.size - 1, 256).astype(np.int64))]
-                parts += [name, str(np.shape(values)), *(f"{value:.6g}" for value in sample)]
-        return blake2b("\n".join(parts).encode(), digest_size=8, person=b"quell noise").hexdigest()
+        recipe = self.recipe()
+        digest = blake2b(digest_size=16, person=b"quell noise")
+        digest.update("\n".join([recipe.kind, str(self.steps), float(self.scale).hex(), self.promise]).encode())
+        for table in (recipe.taps, recipe.scales, recipe.moves):
+            if table is not None:
+                digest.update(str(table.shape).encode())
+                digest.update(table.tobytes())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,12 @@ import numpy as np
 from quell.errors import QuellError, require_count
 from quell.noise.layout import Shard, require_disjoint
 
-FORMAT, VERSION = "quell-noise", 1
-_FIELDS = {"noise", "generator", "key_id", "step", "shards", "buffers"}
+FORMAT, VERSION = "quell-noise", 2
+_FIELDS = {"noise", "generator", "key_id", "step", "released", "shards", "buffers"}
 
 
 def make(
-    fingerprint: str, generator: str, key_id: str, step: int, shards: tuple[Shard, ...], buffers: Any
+    fingerprint: str, generator: str, key_id: str, step: int, released: int, shards: tuple[Shard, ...], buffers: Any
 ) -> dict[str, Any]:
     """Plain data and arrays, as `torch.save` or `pickle` take it."""
     return {
@@ -29,6 +29,7 @@ def make(
         "generator": generator,
         "key_id": key_id,
         "step": step,
+        "released": released,
         "shards": [[shard.tensor, shard.offset, shard.length] for shard in shards],
         "buffers": buffers,
     }
@@ -37,11 +38,14 @@ def make(
 def check(state: Mapping[str, Any], fingerprint: str, generator: str, key_id: str, steps: int) -> None:
     """Refuse the state of another plan, generator or key."""
     if state.get("format") != FORMAT or state.get("version") != VERSION or not set(state) >= _FIELDS:
-        raise QuellError("this is not the state of a noise stream: pass what NoiseStream.state_dict() returned")
+        raise QuellError(
+            "this is not the state of a noise stream, or that of another version of Quell: pass what "
+            "NoiseStream.state_dict() returned"
+        )
     if state["noise"] != fingerprint:
         raise QuellError(
             f"the state belongs to other noise ({state['noise']}) than this stream makes ({fingerprint}): "
-            "resume with the plan and max_grad_norm it was saved under"
+            "resume with exactly the plan, max_grad_norm and parameters it was saved under"
         )
     if state["generator"] != generator:
         raise QuellError(f"the state was made with generator={state['generator']!r}, this stream has {generator!r}")
@@ -52,6 +56,7 @@ def check(state: Mapping[str, Any], fingerprint: str, generator: str, key_id: st
     step = require_count("the state's step", state["step"], least=0)
     if step > steps:
         raise QuellError(f"the state stands at step {step:,}, outside the plan's {steps:,} steps")
+    require_count("the state's released", state["released"], least=step)
 
 
 def check_buffers(buffers: list[Any], count: int, shards: tuple[Shard, ...]) -> None:

@@ -2,7 +2,8 @@
 
 A row is added once. The stream refuses to go past the plan's last step, to load the state of another plan or key, and
 to release a step a second time, unless the caller declares a replay: that the same gradients come again, because the
-data order is the plan's own. Then the noise is the same too, and a repeated release tells nothing new.
+data order is the plan's own. Then the noise is the same too, and a repeated release tells nothing new. Whether they are
+the same is checked, by a digest of every release (`quell.noise.guard`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from quell.errors import QuellError, require_count
 from quell.noise import arrays, state
 from quell.noise.buffering import draws_to_keep
+from quell.noise.fingerprint import Fingerprint
 from quell.noise.guard import REPLAY, ReleaseGuard
 from quell.noise.key import Key
 from quell.noise.layout import Shard, require_disjoint, require_generator, whole
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
 
 class UnrecordedKeyWarning(UserWarning):
     """A key from a file is used without a ledger: nothing stops its noise from being used twice."""
+
+
+Agreement = Callable[[bytes, Callable[[bytes], None]], None]
+"""How ranks release together: given one's own fingerprint, and what notes (or refuses) that of all of them."""
 
 
 class Engine(Protocol):
@@ -86,6 +93,7 @@ class NoiseStream:
         ledger: Ledger | str | Path | None = None,
         replay: bool = False,
         threads: int | None = None,
+        agree: Agreement | None = None,
     ) -> None:
         if not isinstance(key, Key):
             raise QuellError("key must be a quell.noise.Key: make one with Key.generate()")  # its value stays unnamed
@@ -105,7 +113,14 @@ class NoiseStream:
         if ledger is None and key.loaded and not key.seeded:
             warnings.warn(_UNRECORDED, UnrecordedKeyWarning, stacklevel=2)
         opened = Ledger(ledger) if isinstance(ledger, (str, Path)) else ledger
-        self._guard = ReleaseGuard(key, served, opened, replay)
+        self._agree = agree or _alone
+        try:
+            self._guard = ReleaseGuard(key, self._run, served, opened, replay)
+        except QuellError:
+            if opened is not None and opened is not ledger:
+                opened.close()
+            raise
+        self._fingerprint: Fingerprint | None = None
         self._torn = False  # whether a failure may have left counter and buffers apart
         self._turn, self._process = threading.Lock(), os.getpid()
         self._engine: Engine | None = None
@@ -116,6 +131,11 @@ class NoiseStream:
     def step(self) -> int:
         """The next step, counted from 0: how many rows have been added."""
         return self._waiting[0] if self._engine is None else self._engine.step
+
+    @property
+    def _run(self) -> str:
+        """What a ledger belongs to, beside the key."""
+        return f"{self.spec.fingerprint} {self.generator}"
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -165,11 +185,17 @@ class NoiseStream:
             raise QuellError(f"step {step:,} was asked for, but step {due:,} is due: rows come in order")
         if due >= self.steps:
             raise QuellError(f"the plan ends after {self.steps:,} steps: stop here, or make a new plan and a new key")
-        self._guard.before(due, until=self.steps if engine.capturing() else due + 1)  # a graph may run to the end
+        if engine.capturing():
+            self._guard.before(due, until=self.steps, fingerprint=None)  # a graph may run to the end
+        elif self._guard.watched:
+            if self._fingerprint is None:
+                self._fingerprint = Fingerprint(self._key, self.shards, self._home)
+            self._agree(self._fingerprint(listed), partial(self._guard.before, due, due + 1))
+        else:
+            self._guard.before(due, due + 1, fingerprint=None)
         self._torn = True
         engine.add(listed)
         self._torn = False
-        self._guard.after()
 
     def prepare(self, tensors: Any) -> None:
         """Set everything up for `add_` without releasing a step: call it before capturing a CUDA graph."""
@@ -178,25 +204,25 @@ class NoiseStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The step and copies of the buffers, to be saved in a checkpoint. The key is not in it."""
-        if self.ledger is not None:
-            self.ledger.settle()
         self._require_whole()
         step, buffers = self._waiting
         if self._engine is not None:
             step, buffers = self._engine.step, self._engine.export() if self._recipe.saved_buffers else None
             if buffers is not None and self._home is not None:
                 buffers = arrays.to_torch(buffers)
-        return state.make(self.spec.fingerprint, self.generator, self._key.id, step, self.shards, buffers)
+        return state.make(
+            self.spec.fingerprint, self.generator, self._key.id, step, max(step, self.released), self.shards, buffers
+        )
 
     def load_state_dict(self, saved: Mapping[str, Any], *, replay: bool = False) -> None:
         """Go on from a saved state of the same plan and key; `reshard` takes the states of other ranks.
 
-        `replay` declares that any step released after the state was saved will see the same gradients again.
+        `replay` lets steps that were released after the state was saved come again, if they are the same.
         """
         self._check(saved)
         if state.shards_of(saved) != self.shards:
             raise QuellError("the state was saved for other shards: call stream.reshard(shards, states) instead")
-        self._move(saved["step"], saved["buffers"], replay)
+        self._move(saved["step"], saved["released"], saved["buffers"], replay)
 
     def reshard(
         self, shards: Sequence[Shard], states: Sequence[Mapping[str, Any]] | None = None, *, replay: bool = False
@@ -210,12 +236,13 @@ class NoiseStream:
         for one in given:
             self._check(one)
         buffers = state.gather(given, new)
-        old = self._guard, self._engine
-        self._guard, self._engine = ReleaseGuard(self._key, new, self.ledger), None  # the next add_ makes an engine
+        old = self._guard, self._engine, self._fingerprint
+        self._guard = ReleaseGuard(self._key, self._run, new, self.ledger)
+        self._engine = self._fingerprint = None  # the next add_ makes them
         try:
-            self._move(given[0]["step"], buffers, replay)
+            self._move(given[0]["step"], max(one["released"] for one in given), buffers, replay)
         except QuellError:
-            self._guard, self._engine = old
+            self._guard, self._engine, self._fingerprint = old
             raise
 
     def _check(self, saved: Mapping[str, Any]) -> None:
@@ -227,8 +254,8 @@ class NoiseStream:
         if self._torn:
             raise QuellError("an earlier step failed half-way: load the last saved state before going on")
 
-    def _move(self, step: int, buffers: list[Any] | None, replay: bool) -> None:
-        self._guard.check_resuming(step, replay)
+    def _move(self, step: int, released: int, buffers: list[Any] | None, replay: bool) -> None:
+        self._guard.check_resuming(step, released, replay)
         if step and buffers is None and self._recipe.saved_buffers:
             raise QuellError(
                 f"the state of step {step:,} lacks the {self._recipe.saved_buffers} buffers that this noise needs"
@@ -239,7 +266,7 @@ class NoiseStream:
             self._torn = True
             self._engine.restore(step, buffers)
         self._torn = False
-        self._guard.resumed(replay)
+        self._guard.resumed(released, replay)
 
     def _ready(self, tensors: list[Any]) -> Engine:
         arrays.check(tensors, self.shards)
@@ -286,6 +313,10 @@ _UNRECORDED = (
     "this key was loaded from a file, and no ledger says which steps it has released: a run that starts again with it "
     "would use the same noise twice; pass ledger=, the same file every time"
 )
+
+
+def _alone(own: bytes, note: Callable[[bytes], None]) -> None:
+    note(own)
 
 
 def _require_memory(copies: float) -> float:

@@ -23,13 +23,13 @@ import numpy as np
 
 from quell._types import Array
 from quell.errors import QuellError
-from quell.privacy import balls_in_bins, importance
+from quell.privacy import balls_in_bins, importance, poisson
 from quell.privacy.accountant import Accountant
 from quell.privacy.bins import convolve, correlate, negative_slack
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Certificate
 from quell.privacy.tilting import Draws, Key, Proposal, Tilt, sampling_free
-from quell.sampling import BallsInBins, BMinSep
+from quell.sampling import BallsInBins, BMinSep, Poisson
 from quell.sensitivity import Sensitivity, sensitivity
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 
@@ -241,6 +241,8 @@ def accountant_of(strategy: Strategy, sampling: BMinSep) -> Accountant:
             f"{strategy!r} has {bands:,} bands in C, but b_min_sep with separation {sampling.separation} is priced for "
             f"at most {sampling.separation} bands: use balls_in_bins, which takes any C >= 0"
         )
+    if sampling.separation == 1:  # nobody waits: independent coins, and an accountant that does not draw
+        return poisson.accountant_of(strategy, Poisson(sampling.steps, sampling.rate))
     slack = negative_slack(strategy, sampling.participation.count)
     return ChainAccountant(_without_rounding(strategy) if slack else strategy, sampling, slack)
 

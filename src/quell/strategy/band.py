@@ -19,10 +19,11 @@ from quell.strategy.band_toeplitz import band_toeplitz, checked_bands
 from quell.strategy.family import Candidates, Family, Limits
 from quell.strategy.optimised import Solution, Watch, solve
 from quell.strategy.structure import BandedStrategy
-from quell.workload import Workload
+from quell.workload import Workload, normalised
 
 _MOST_PLANNED = 20_000  # numbers in C up to which a planner tries `band`: more take seconds to gain a percent
 _MOST_DENSE = 4096
+_MOST_RISE = 1e5  # of a learning rate over the bands: its square times 10⁻¹⁶ is what recursions through A⁻¹ are off by
 
 
 def band(workload: Workload, participation: Participation, bands: int, solution: Array | None = None) -> BandedStrategy:
@@ -32,9 +33,14 @@ def band(workload: Workload, participation: Participation, bands: int, solution:
     def search(watch: Watch) -> Solution:
         from quell.algebra import banded
 
-        inverse = workload.inverse_bands
+        inverse = normalised(workload).inverse_bands
         if inverse is None:
             raise QuellError("band needs an SGD workload (momentum, weight decay, schedule), not given coefficients")
+        if (rise := workload.rise(bands + 1)) > _MOST_RISE:
+            raise QuellError(
+                f"band cannot be optimised where a rate is {rise:.2g} times one of up to {bands + 1} steps before: "
+                f"at most {_MOST_RISE:g}; smooth the schedule, or take band_toeplitz"
+            )
         start = band_toeplitz(workload, participation, bands).column_normalised()
         return banded.optimise(start.row_bands, inverse, on_iteration=watch)
 
@@ -60,7 +66,7 @@ def dense(workload: Workload, participation: Participation, solution: Array | No
     def search(watch: Watch) -> Solution:
         from quell.algebra.dense import optimise_dense
 
-        matrix, how = optimise_dense(workload.matrix(), on_iteration=watch)
+        matrix, how = optimise_dense(normalised(workload).matrix(), on_iteration=watch)
         rows = np.zeros((n, n))
         for d in range(n):
             rows[d:, d] = np.diagonal(matrix, -d)

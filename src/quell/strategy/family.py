@@ -13,7 +13,7 @@ from quell.workload import Workload
 Candidates = Iterable[Mapping[str, Parameter]]
 HORIZON = "horizon"  # the parameter of families that can be shaped for sums that fade
 DIVERGENCE = "divergence"  # the parameter of families that can be shaped for amplification
-MOST_DIVERGENCE = 100.0  # nobody's privacy, and far beyond where amplification shapes anything
+LEAST_DIVERGENCE, MOST_DIVERGENCE = 1e-12, 100.0  # of far too much noise; nobody's privacy: beyond, nothing changes
 _MOST_WORK = 6e8  # operations that one candidate's error may take
 
 

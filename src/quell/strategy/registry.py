@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from quell._types import Array
-from quell.errors import QuellError, require_count, require_finite
+from quell.errors import QuellError, require_count, require_finite, short
 from quell.sampling import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
-from quell.strategy.family import DIVERGENCE, HORIZON, MOST_DIVERGENCE, Family
+from quell.strategy.family import DIVERGENCE, HORIZON, LEAST_DIVERGENCE, MOST_DIVERGENCE, Family
 from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy
 from quell.workload import Workload, forgetting, sgd
 
@@ -84,10 +84,11 @@ def find(name: str) -> Family:
     """The family called `name`, hyphens allowed for underscores."""
     family = FAMILIES.get(name.replace("-", "_").lower())
     if family is None:
-        raise QuellError(f"there is no mechanism {name!r}: choose one of {', '.join(FAMILIES)}")
+        raise QuellError(f"there is no mechanism {short(name)}: choose one of {', '.join(FAMILIES)}")
     return family
 
 
+_LEAST = {"buffers": 0, HORIZON: 2}  # sums that fade within one step are no sums
 _EXAMPLES = {"bands": "bands=16", "lambda": "lambda=0.95", "gamma": "gamma=0.5"}
 
 
@@ -99,12 +100,12 @@ def _checked(family: Family, name: str, value: Parameter) -> Parameter:
     if isinstance(value, str):
         raise QuellError(f"{name}={value!r} must be a number")
     if name in ("bands", "buffers", HORIZON):
-        return require_count(name, value, least=0 if name == "buffers" else 1)
+        return require_count(name, value, least=_LEAST.get(name, 1))
     number = require_finite(name, value)
     if name == DIVERGENCE:
-        if not 0 < number <= MOST_DIVERGENCE:
+        if not LEAST_DIVERGENCE <= number <= MOST_DIVERGENCE:
             raise QuellError(
-                f"divergence={number:g} must be positive and at most {MOST_DIVERGENCE:g}: good ones are near "
+                f"divergence={number:g} must lie between {LEAST_DIVERGENCE:g} and {MOST_DIVERGENCE:g}: good ones near "
                 "1/sigma^2 of the Gaussian mechanism with the same promise, 0.3 for epsilon 2 and 3 for epsilon 8"
             )
         return number

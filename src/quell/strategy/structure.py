@@ -69,7 +69,7 @@ class ToeplitzStrategy:
         if self.given_coefficients is not None:
             return self.given_coefficients
         assert self.given_noising is not None
-        return series.reciprocal(self.given_noising, self.steps)
+        return series.reciprocal(self.given_noising, self.bands)
 
     @cached_property
     def inversion_error(self) -> float:
@@ -91,7 +91,7 @@ class ToeplitzStrategy:
         if self.given_noising is not None:
             return self.given_noising
         assert self.given_coefficients is not None
-        return series.reciprocal(self.given_coefficients, self.steps)
+        return series.reciprocal(self.given_coefficients, self.noising_bands)
 
     @property
     def bands(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,21 @@ def copy_from_first_rank(tensors: Sequence[Tensor]) -> None:
     if world()[1] > 1:
         for tensor in tensors:
             torch.distributed.broadcast(tensor.detach(), src=0)
+
+
+def agree(own: bytes, note: Callable[[bytes], None]) -> None:
+    """Release together: rank 0, which keeps the ledger, notes the fingerprints of all ranks, or all refuse."""
+    everyone = b"".join(gather(own))
+    problem: list[Any] = [None]
+    if world()[0] == 0:
+        try:
+            note(everyone)
+        except QuellError as refused:
+            problem = [str(refused)]
+    if world()[1] > 1:
+        torch.distributed.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise QuellError(problem[0])
 
 
 def gather(value: Any) -> list[Any]:

@@ -7,7 +7,10 @@ gets exactly one row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, NoiseSpec, NoiseStream
+from quell.noise.stream import Agreement
 from quell.sampling import Batches
 from quell.torch.checks import refuse_user_level
 from quell.torch.clipping import require_clip_norm
@@ -57,6 +61,8 @@ class CorrelatedNoise:
         generator: str = "chacha20",
         memory: float = 0.0,
         ledger: Ledger | str | Path | None = None,
+        replay: bool = False,
+        agree: Agreement | None = None,
     ) -> None:
         require_one_source(key, seed)
         refuse_user_level(plan)
@@ -66,18 +72,17 @@ class CorrelatedNoise:
         self.key = key or (Key.generate() if seed is None else Key.from_seed(seed))
         self._names = tuple(params) if isinstance(params, Mapping) else None
         tensors = tuple(params.values()) if isinstance(params, Mapping) else tuple(params)
-        self._parameters = [
-            (number if self._names is None else self._names[number], tuple(tensor.shape))
-            for number, tensor in enumerate(tensors)
-        ]
+        self._parameters = _described(self._names, tensors)
+        spec = NoiseSpec.of(chosen, self.max_grad_norm)
         self._stream = NoiseStream(
-            chosen,
+            replace(spec, promise=f"{spec.promise} {self._parameters}"),
             shards=[shard_of(number, tensor) for number, tensor in enumerate(tensors)],
             key=self.key,
-            max_grad_norm=self.max_grad_norm,
             generator=generator,
             memory=memory,
             ledger=ledger,
+            replay=replay,
+            agree=agree,
         )
 
     @property
@@ -134,9 +139,9 @@ class CorrelatedNoise:
         """What ranks that make this noise together must agree on."""
         return {
             "max_grad_norm": self.max_grad_norm,
-            "noise": self._stream.spec.fingerprint,
-            "generator": self._stream.generator,
             "parameters": self._parameters,
+            "generator": self._stream.generator,
+            "fingerprint": self._stream.spec.fingerprint,
         }
 
     def close(self) -> None:
@@ -155,6 +160,13 @@ class CorrelatedNoise:
 
     def __repr__(self) -> str:
         return f"<CorrelatedNoise step {self.step:,} of {self.steps:,}, {self.buffers} buffers, {self.key!r}>"
+
+
+def _described(names: tuple[str, ...] | None, tensors: Sequence[Tensor]) -> str:
+    """Names and whole shapes, in short: equal only where all of them are."""
+    shapes = [(names[i] if names else i, tuple(tensor.shape)) for i, tensor in enumerate(tensors)]
+    digest = blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
+    return f"{len(shapes):,} with {sum(math.prod(shape) for _, shape in shapes):,} elements ({digest})"
 
 
 def require_one_source(key: object, seed: int | None) -> None:

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
-from quell.torch.distributed import gather, sum_over_ranks, world
+from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine import Engine
+from quell.torch.random_states import random_states, set_random_states
 from quell.torch.report import PrivacyReport, privacy_report
 from quell.torch.run import Run, Unfinished
 from quell.torch.sharding import is_sharded, local
@@ -153,14 +154,14 @@ class PrivateOptimizer(Optimizer):
         torch._foreach_div_([parameter.grad for parameter in self._trained], self.expected_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state and the noise's. Sharded tensors are gathered: then call it on all ranks."""
+        """The wrapped optimizer's state, the noise's and all random numbers', of all ranks: call it on all of them."""
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
         saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
         own = {
             "weights": self._weights(),
             "gradients": self._engine.settings(),
-            "random": _random_state(self._trained[0].device),
+            "random": random_states(),
         }
         noise = self.run.noise.state_dict()
         states = gather(noise) if self._sharded and noise["buffers"] is not None else [noise]
@@ -169,9 +170,9 @@ class PrivateOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], *, replay: bool = False) -> None:
         """Go on from a checkpoint of the same plan, data and key, at any world size.
 
-        After a crash the checkpoint is older than the steps that were released. `replay=True` declares that they will
-        see the same gradients again: batches come again, and so do torch's random numbers in a run of one process;
-        the model's state is yours to load, before the next step, which checks that it was.
+        Random numbers (torch's, NumPy's, Python's) go on as they did then. After a crash the checkpoint is older than
+        the steps that were released. `replay=True` lets them come again, and checks that they are the same: batches
+        are; the model's state is yours to load, before the next step.
         """
         if "quell" not in state_dict:
             raise QuellError("this is not the state of a private optimizer: pass what its state_dict() returned")
@@ -179,10 +180,11 @@ class PrivateOptimizer(Optimizer):
         self.run.require_own(own)
         self.run.noise.load_state_dict(own["noise"], replay=replay)
         self._to_replay = None
-        if replay and self.run.noise.released > self.run.step:
+        self.run.share_released()
+        if replay and self.run.released > self.run.step:
             options = [_options(group) for group in state_dict["param_groups"]]
             self._to_replay = _Saved(own["weights"], own.get("gradients", {}), options)
-            _set_random_state(own["random"], self._trained[0].device)
+        set_random_states(own["random"])
         plain = {name: value for name, value in state_dict.items() if name != "quell"}
         self.original_optimizer.load_state_dict(plain)
         if self._sharded:
@@ -310,20 +312,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers and switches of a parameter group, as plain values."""
     plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
     return {name: value for name, value in plain.items() if name != "params"}
-
-
-def _random_state(device: torch.device) -> list[Tensor] | None:
-    """torch's random numbers from here on; ranks have their own, and a checkpoint is often one rank's."""
-    if world()[1] > 1:
-        return None
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def _set_random_state(states: list[Tensor] | None, device: torch.device) -> None:
-    if states is not None and world()[1] == 1:
-        torch.set_rng_state(states[0].cpu())
-        if device.type == "cuda" and len(states) > 1:
-            torch.cuda.set_rng_state(states[1].cpu(), device)
 
 
 def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:

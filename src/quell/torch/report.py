@@ -108,7 +108,7 @@ def _spent(run: Run) -> tuple[float, str]:
     Toeplitz strategies that block is priced anew; otherwise the whole run's ε is an upper bound.
     """
     whole: Guarantee = run.mechanism.guarantee
-    strategy, t = run.mechanism.strategy, max(run.step, run.noise.released)
+    strategy, t = run.mechanism.strategy, run.released
     if t == 0:
         return 0.0, "nothing was released"
     if t < run.noise.steps and isinstance(run.batches.scheme, Cyclic) and isinstance(strategy, ToeplitzStrategy):

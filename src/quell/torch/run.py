@@ -16,6 +16,7 @@ from torch import Tensor
 from quell.errors import QuellError
 from quell.privacy import certify
 from quell.sampling import Batches, Cyclic, Scheme
+from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Run:
     noise: CorrelatedNoise
     rank: int
     world: int
+    spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
 
@@ -65,6 +67,15 @@ class Run:
     def step(self) -> int:
         """The step that is due, counted from 0."""
         return self.noise.step
+
+    @property
+    def released(self) -> int:
+        """How many steps count as released, also those after the one that a checkpoint went back to."""
+        return max(self.step, self.noise.released, self.spent)
+
+    def share_released(self) -> None:
+        """Let every rank know what the ledger knows, which rank 0 keeps. Call it on all ranks."""
+        self.spent = max(gather(self.noise.released))
 
     @property
     def expected_batch_size(self) -> float:
@@ -124,19 +135,28 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must have in common."""
-        return {**self.name(), "steps": self.noise.steps, **self.noise.settings()}
+        return {**self.name(), "steps": self.noise.steps}
 
     def name(self) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that loads it."""
-        return {"scheme": repr(self.batches.scheme), "examples": self.batches.examples, "key_id": self.noise.key.id}
+        promised = self.mechanism.guarantee
+        return {
+            "key_id": self.noise.key.id,
+            "promise": "(ε, δ, noise multiplier) = "
+            f"{tuple(map(float, (promised.epsilon, promised.delta, promised.noise_multiplier)))}",
+            "scheme": repr(self.batches.scheme),
+            "examples": self.batches.examples,
+            **self.noise.settings(),
+        }
 
     def require_own(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of another run."""
         for what, value in self.name().items():
             if state.get(what) != value:
                 raise QuellError(
-                    f"the state has {what} {state.get(what)}, this run has {value}: resume with the plan, data and key "
-                    'of that run (make_private(..., key="run.key") keeps the key in a file, from the first run on)'
+                    f"the state has {what} {state.get(what)}, this run has {value}: resume with exactly the plan, "
+                    "max_grad_norm, parameters, data and key of that run "
+                    '(make_private(..., key="run.key") keeps the key in a file, from the first run on)'
                 )
 
 

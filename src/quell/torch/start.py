@@ -15,7 +15,7 @@ from quell.errors import QuellError
 from quell.noise import Key, Ledger
 from quell.sampling import Batches
 from quell.torch.checks import refuse_other_data, refuse_user_level, warn_about_optimizer, warn_about_sampler
-from quell.torch.distributed import share_key, world
+from quell.torch.distributed import agree, share_key, world
 from quell.torch.loader import dataset_of
 from quell.torch.noise import CorrelatedNoise, require_one_source, select
 from quell.torch.run import Run, scheme_of
@@ -79,10 +79,20 @@ def started_run(
     key, ledger = options.secrets(rank)
     batches = Batches(scheme, plan.setup.examples, key.derive("quell batches"))
     noise = CorrelatedNoise(
-        chosen, params, max_grad_norm, key=key, generator=options.generator, memory=options.memory, ledger=ledger
+        chosen,
+        params,
+        max_grad_norm,
+        key=key,
+        generator=options.generator,
+        memory=options.memory,
+        ledger=ledger,
+        replay=True,  # a run that crashed before its first checkpoint starts again: the same steps, or none
+        agree=agree,
     )
     try:
-        yield Run(plan, chosen, batches, noise, rank, size)
+        run = Run(plan, chosen, batches, noise, rank, size)
+        run.share_released()
+        yield run
     except BaseException:
         noise.close()
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quell import files
 from quell.errors import QuellError
 
 _MOST_CLASSES = 10_000
+_MOST_BYTES = 1 << 36  # small models are for small data
 _TEST_SHARE, _VALIDATION_SHARE = 0.25, 0.15
 _FORMAT = 'save it with numpy.savez("data.npz", x=..., y=...)'
 
@@ -76,7 +77,7 @@ def load(path: str | Path, validate: bool) -> Data:
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        with path.open("rb") as file:  # np.load would leave a broken file open
+        with files.opened(path, _MOST_BYTES) as file:  # np.load would leave a broken file open
             content = np.load(file, allow_pickle=False)
             if not isinstance(content, np.lib.npyio.NpzFile):
                 raise QuellError(f"{path} holds one array and no names: {_FORMAT}")
@@ -87,7 +88,7 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         raise QuellError(f"there is no file {path}") from None
     except OSError as problem:
         raise QuellError(f"cannot read {path}: {problem.strerror or problem}") from problem
-    except (ValueError, EOFError, zipfile.BadZipFile):
+    except files.DAMAGED_ARRAYS:
         raise QuellError(f"{path} is not an .npz file: {_FORMAT}") from None
 
 
@@ -101,7 +102,9 @@ def _array(content: np.lib.npyio.NpzFile, name: str) -> NDArray[Any]:
             f"{name} is an array of Python objects, which could run code when it is read: save numbers instead, "
             f"{name}.astype(float)"
         ) from None
-    except (zipfile.BadZipFile, EOFError, OSError) as problem:
+    except MemoryError:
+        raise QuellError(f"{name} does not fit into the memory of this machine: bring fewer examples") from None
+    except (OSError, *files.DAMAGED_ARRAYS) as problem:
         raise QuellError(f"{name} is damaged: {problem}; save the file again") from None
 
 

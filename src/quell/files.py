@@ -1,0 +1,67 @@
+"""Files that people hand to Quell: ordinary ones, of a bounded size.
+
+A path can name a pipe that nobody writes to, or a device that never ends. Neither may hang a program or fill the
+memory of a machine that only meant to check a plan.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from quell.errors import QuellError
+
+# What numpy.load and the zipfile module below it raise about an .npz file that is damaged, encrypted, of a future kind,
+# or that states arrays beyond the memory of this machine.
+DAMAGED_ARRAYS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+)
+
+
+@contextmanager
+def opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
+    """An ordinary file of at most `most` bytes, open for reading.
+
+    Pipes, devices and longer files raise `QuellError`; what the operating system refuses is an `OSError` as ever.
+    """
+    with open(path, "rb", opener=_without_waiting) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise QuellError(f"{path} is not an ordinary file but a pipe or a device: give the path of a file")
+        if about.st_size > most:
+            raise _too_long(path, most)
+        yield file
+
+
+def read(path: str | Path, most: int) -> bytes:
+    """The content of an ordinary file of at most `most` bytes."""
+    with opened(path, most) as file:
+        content = file.read(most + 1)  # the size may be unknown, as under /proc, or grow
+    if len(content) > most:
+        raise _too_long(path, most)
+    return content
+
+
+def _too_long(path: str | Path, most: int) -> QuellError:
+    return QuellError(f"{path} has more than the {most:,} bytes that a file of its kind may have: is it the right one?")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for someone to write
