@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from quell.noise import Key, NoiseSpec, NoiseStream
+from quell.noise.layout import WORDS
 from quell.strategy.recurrence import Exponentials, Recurrence, Regenerate, Ring
 
 
@@ -48,7 +49,7 @@ CASES: dict[str, tuple[Recurrence, bool]] = {
     "BISR p=16, buffered": (Regenerate(half_power(16)), True),
     "ring b=4": (Ring(half_power_inverse(4)), False),
     "ring b=16": (Ring(half_power_inverse(16)), False),
-    "BLT d=4": (Exponentials(np.full(4, -0.1), np.array([0.5, 0.8, 0.9, 0.99])), False),
+    "BLT d=4": (Exponentials(np.array([-0.05, -0.02, -0.01, -0.001]), np.array([0.5, 0.8, 0.9, 0.99])), False),
 }
 GOALS = {"independent": 1.5, "λCGD": 2.5}
 
@@ -67,7 +68,7 @@ def main() -> None:
     print(f"{options.elements:,} float32: randn + add_ {unit:.1f} ms (the unit), fresh copy {copy:.1f} ms")
     print(f"{'noise':22} {'generator':10} {'ms':>8} {'× randn + add_':>15}")
     for name, (recurrence, buffered) in CASES.items():
-        for generator in ("chacha20", "philox"):
+        for generator in WORDS:
             spec = NoiseSpec(recurrence, 10**6, 1.0)
             stream = NoiseStream(
                 spec, [gradient], key=Key.generate(), generator=generator, buffered=buffered, threads=options.threads

@@ -40,6 +40,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import quell.torch
+from quell.noise.layout import WORDS
 from quell.planning import Plan, problem_of
 from quell.setup import Setup
 
@@ -343,7 +344,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="examples per step (default: 64 and 8; on a GPU 256 and 32)")
     parser.add_argument("--length", type=int, help="tokens per sequence (default: 32; on a GPU 128)")
     parser.add_argument("--micro-batch", type=int, help="default: 16 and 2; on a GPU 128 and 8")
-    parser.add_argument("--generator", default="chacha20", choices=["chacha20", "philox"])
+    parser.add_argument("--generator", default="chacha20", choices=list(WORDS))
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     options = parser.parse_args()
     quiet()

@@ -21,7 +21,8 @@ def measure(parameters: int = 10_000_000, device: str = "cpu", repeats: int = 5)
     parameters = require_count("parameters", parameters)
     gradient, wait = _gradient(parameters, device)
     half_power = np.cumprod(np.concatenate([[1.0], (np.arange(1, _DRAWS) - 1.5) / np.arange(1, _DRAWS)]))
-    exponentials = Exponentials(np.full(_BUFFERS, -0.1), np.linspace(0.5, 0.99, _BUFFERS))
+    decays = np.linspace(0.5, 0.99, _BUFFERS)
+    exponentials = Exponentials(-0.1 * (1 - decays), decays)
 
     def nanoseconds(recurrence: Recurrence) -> float:
         stream = NoiseStream(NoiseSpec(recurrence, 10**6, 1.0), [gradient], key=Key.generate())

@@ -5,9 +5,9 @@
 Three numbers per device, fitted to the measurements in `benchmarks/results/noise_*.md` (10⁸ float32 parameters on a
 GPU, 10⁷ on a CPU, ChaCha20): `base` is adding independent noise to a gradient, `draw` making one more noise vector anew
 from its counters, `buffer` reading and writing one more model-sized vector, as a `blt` does (a ring of buffers writes
-only one of them and takes half). Those of ChaCha8 (`h200-chacha8`, `cpu-chacha8`) are derived, not measured, by the rule
-in `quell.noise.buffering`: linear in the rounds, with Philox as what none would leave. `quell bench` measures them on this machine, with ChaCha20, and keeps them in the cache folder, where
-`device("measured")` finds them.
+only one of them and takes half). Those of ChaCha8 (`h200-chacha8`, `cpu-chacha8`) are derived and not measured, by the
+rule in `quell.noise.buffering`. `quell bench` measures ChaCha20 on this machine and keeps the numbers in the cache
+folder, where `device("measured")` finds them.
 
 A limit on noise time is a share of the time of a training step. It is turned into nanoseconds per parameter when a plan
 is made and stored with the plan, so that a plan file means the same on every machine.

@@ -26,7 +26,9 @@ def _compiled(generator: str, step: int, tensor: int, offset: int, length: int) 
     made, one = np.zeros(length, np.float32), np.ones(1, np.float32)
     key, rounds = generators.key_words(generator, KEY, tensor), layout.chacha_rounds(generator)
     first, last = offset // layout.UNIT, -(-(offset + length) // layout.UNIT)
-    cpu_kernels.regenerate(made, offset, first, last, rounds, key, tensor, step, one, one[0], NO_GRID)
+    nothing = np.zeros((0, length), np.float32)
+    where = (made, offset, first, last, rounds, key, tensor, step)
+    cpu_kernels.ring(*where, one, one[0], NO_GRID, nothing, 0, True)
     return made
 
 
@@ -113,7 +115,7 @@ def test_chacha8_matches_the_published_vectors(case: str) -> None:
 
 
 def _plain_chacha(rounds: int, key: bytes, counter: list[int]) -> list[int]:
-    """ChaCha from its paper, with Python's whole numbers: one quarter-round at a time, as a matrix and its diagonals."""
+    """ChaCha from its paper, with Python's whole numbers: quarter-rounds on the columns of a matrix, then diagonals."""
     start = [*np.frombuffer(b"expand 32-byte k" + key, "<u4").tolist(), *counter]
     x = list(start)
     for number in range(rounds):

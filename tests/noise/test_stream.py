@@ -154,6 +154,21 @@ def test_a_real_key_serves_one_run_in_a_process() -> None:
     other_elements.add_([_zeros(), _zeros(4)])
 
 
+@pytest.mark.parametrize("other", ["chacha8", "philox"])
+def test_another_generator_never_continues_or_repeats_a_run(other: str, tmp_path: Path) -> None:
+    """Two releases of the same gradients under different noise would average it away, with or without a ledger."""
+    key, recorded, path = Key.generate(), Key.generate(), tmp_path / "noise.ledger"
+    _stream(key).add_(_zeros())
+    gradient = _zeros()
+    with pytest.raises(QuellError, match="with other gradients or other noise"):
+        _stream(key, generator=other, replay=True).add_(gradient)
+    assert not gradient.any()
+    with Ledger(path) as ledger:
+        _stream(recorded, ledger=ledger).add_(_zeros())
+    with pytest.raises(QuellError, match="under another key, plan, max_grad_norm"):
+        _stream(recorded, generator=other, ledger=path, replay=True)
+
+
 def test_a_state_of_other_noise_is_refused(seeded: Seeded) -> None:
     stream = _stream(seeded(1))
     stream.add_(_zeros())

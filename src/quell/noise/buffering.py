@@ -1,4 +1,4 @@
-"""Draw old noise again, or keep it? What a step of banded-inverse noise costs either way, and how much is worth keeping.
+"""Draw old noise again, or keep it? What a step of banded-inverse noise costs either way, and how much to keep.
 
 With p coefficients of C⁻¹, regeneration makes p normals per element and step and keeps nothing. Each old draw that is
 kept saves making it, at the price of a float32 vector of the model's size; the newest are kept, the others made again,

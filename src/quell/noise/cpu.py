@@ -81,15 +81,14 @@ class CpuEngine:
         """Add the plain normals of one step to a buffer."""
         shard, one = self.shards[number], np.ones(1, np.float32)
         where = (out[self._parts[number]], shard.offset, first, last, self._rounds)
-        kernels.regenerate(*where, self._keys[number], shard.tensor, step, one, one[0], NO_GRID)
+        rest = (one, one[0], NO_GRID, self._buffers[:0], 0, True)  # nothing of it is kept
+        kernels.ring(*where, self._keys[number], shard.tensor, step, *rest)
 
     def _row(self, number: int, target: Floats, first: int, last: int) -> None:
         recipe, step, shard = self.recipe, self.step, self.shards[number]
         taps, scale, kept = recipe.taps_at(step), recipe.scale_at(step), (self._buffers, self._parts[number].start)
         rest: tuple[Any, ...]
-        if recipe.kind == "regenerate":
-            kernel, rest = kernels.regenerate, (taps, *scale)
-        elif recipe.kind == "ring":
+        if recipe.kind in ("regenerate", "ring"):
             kernel, rest = kernels.ring, (taps, *scale, *kept, recipe.keep_draw)
         elif recipe.kind == "exponentials":
             kernel, rest = kernels.exponentials, (taps, *scale, *kept)

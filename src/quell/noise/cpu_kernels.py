@@ -301,22 +301,8 @@ def _drawn(unit, last, offset, length, rounds, key, step, tensor, words, z):
 
 
 @njit(nogil=True, cache=True)
-def regenerate(gradient, offset, first, last, rounds, key, tensor, step, taps, scale, grid):
-    words, z, scratch = _scratch()
-    for unit in range(first, last, len(z)):
-        new, a, b = _drawn(unit, last, offset, len(gradient), rounds, key, step, tensor, words, z)
-        row = scratch[: b - a]
-        for i in range(b - a):
-            row[i] = f32(taps[0] * new[i])
-        for j in range(1, min(len(taps), step + 1)):
-            old, _, _ = _drawn(unit, last, offset, len(gradient), rounds, key, step - j, tensor, words, z)
-            _accumulate(row, taps[j], old)
-        _add(gradient[a:b], row, scale, grid)
-
-
-@njit(nogil=True, cache=True)
 def ring(gradient, offset, first, last, rounds, key, tensor, step, taps, scale, grid, buffers, base, keep_draw):
-    """Taps beyond the kept rows belong to older draws, which are made anew."""
+    """Taps beyond the kept rows, all of them if there are none, belong to older draws, which are made anew."""
     count = len(buffers)
     words, z, scratch = _scratch()
     for unit in range(first, last, len(z)):

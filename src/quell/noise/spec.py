@@ -120,8 +120,9 @@ class Recipe:
     """A recurrence as the compiled kernels take it: float32 tables, the scale folded in.
 
     `taps` is (1, p) or (n, p). regenerate: x_t = Σ_j taps_j·z_{t−j}. ring: x_t = taps_0·z_t + Σ_d taps_d·kept_{t−d},
-    then x_t is kept (or z_t, if `keep_draw`: then there may be taps for draws older than those kept, which are remade). exponentials: (1, 2d), the weights, then the decays. fenwick: empty, and
-    `moves` (n, 3) says which buffer is added, which subtracted and which written, −1 for none.
+    then x_t is kept (or z_t, if `keep_draw`; taps beyond the buffers are then for older draws, which are remade).
+    exponentials: (1, 2d), the weights, then the decays. fenwick: empty, and `moves` (n, 3) says which buffer is added,
+    which subtracted and which written, −1 for none.
     """
 
     kind: Kind

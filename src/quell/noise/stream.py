@@ -285,9 +285,8 @@ class NoiseStream:
     def _make_engine(self, device: Any) -> Engine:
         kind = "cpu" if device is None else device.type
         if self._memory is not None and isinstance(self.spec.recurrence, Regenerate) and kind in ("cpu", "cuda"):
-            self._recipe = self.spec.recipe(
-                draws_to_keep(self._recipe.taps.shape[1], kind, self.generator, self._memory)
-            )
+            kept = draws_to_keep(self._recipe.taps.shape[1], kind, self.generator, self._memory)
+            self._recipe = self.spec.recipe(kept)
         if kind == "cpu":
             from quell.noise.cpu import CpuEngine
 

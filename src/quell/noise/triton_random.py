@@ -33,9 +33,9 @@ PHILOX_W0, PHILOX_W1 = (tl.constexpr(value) for value in generators.PHILOX_KEY_S
 def normals(ROUNDS: tl.constexpr, key, block, high, step, tensor):
     """As many tensors of normals as a block has words; [v] belongs to elements v·LANES + lane of each lane's tile.
 
-    ROUNDS are those of ChaCha, 0 for Philox. `key` holds the 8 words of ChaCha's key or the 2 of this tensor's Philox key.
-    `block` holds the low 32 bits of the lanes' block index and `high` those above, a scalar; step and tensor are scalars
-    too; all are uint32.
+    ROUNDS are those of ChaCha, 0 for Philox. `key` holds the 8 words of ChaCha's key or the 2 of this tensor's Philox
+    key. `block` holds the low 32 bits of the lanes' block index and `high` those above, a scalar; step and tensor are
+    scalars too; all are uint32.
     """
     w = _words(ROUNDS, key, block, high, step, tensor)
     least = w[0]

@@ -66,8 +66,11 @@ def make_private(
     `seed` repeats a run, and voids its privacy.
 
     `noise_memory` is what the noise of mechanisms that need no buffers may hold all the same, in float32 copies of the
-    model, to save time: old draws are then kept, where that fits and is faster, and not made again. The noise is the
+    model, to save time: as many old draws as fit are kept, where that is faster, and not made again. The noise is the
     same, and a run may go on with another number.
+
+    `generator` makes the noise: "chacha20"; "chacha8", faster with a smaller security margin; or "philox", which is no
+    cipher (`docs/noise.md`). A run goes on with the one it began with.
 
     >>> import quell, torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.randn(200, 1))
