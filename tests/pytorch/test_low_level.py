@@ -145,6 +145,19 @@ def test_noise_goes_on_from_its_state(plan):
         assert torch.equal(again, row)
 
 
+@pytest.mark.parametrize(("one", "other"), [("chacha8", "chacha20"), ("chacha20", "chacha8")])
+def test_a_run_stays_with_its_generator(plan, one, other):
+    params, key = [torch.zeros(50)], Key.generate()
+    noise = CorrelatedNoise(plan, params, 1.0, key=key, generator=one)
+    noise.add_([torch.zeros(50)])
+    saved = noise.state_dict()
+    for replay in (False, True):
+        resumed = CorrelatedNoise(plan, params, 1.0, key=key, generator=other)
+        with pytest.raises(QuellError, match=f"generator='{one}', this stream has '{other}'"):
+            resumed.load_state_dict(saved, replay=replay)
+    CorrelatedNoise(plan, params, 1.0, key=key, generator=one).load_state_dict(saved)
+
+
 def test_a_mechanism_the_plan_lacks_is_named(plan):
     with pytest.raises(QuellError, match="certified no mechanism 'magic', only "):
         CorrelatedNoise(plan, [torch.zeros(1)], 1.0, mechanism="magic")
