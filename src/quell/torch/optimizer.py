@@ -259,6 +259,8 @@ class PrivateOptimizer(Optimizer):
 
     def _require_sound(self) -> None:
         self.run.require_steps_left()
+        if self.run.guard is not None:
+            self.run.guard.settle()
         if getattr(self, "grad_scale", None) is not None:  # set by GradScaler.step
             raise QuellError(
                 "a GradScaler scales the loss, and with it what clipping sees: use bfloat16 autocast, which needs no "

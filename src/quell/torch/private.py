@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import (
+    in_a_sentence,
     refuse_leaking_layers,
     refuse_wrong_arguments,
     trainable_parameters,
@@ -23,6 +24,7 @@ from quell.torch.engine import Engine
 from quell.torch.loader import PlannedLoader
 from quell.torch.microbatch import MicrobatchEngine
 from quell.torch.optimizer import PrivateOptimizer
+from quell.torch.probe import Probe
 from quell.torch.sharding import is_sharded
 from quell.torch.start import NoiseOptions, started_run
 
@@ -105,7 +107,9 @@ def make_private(
         sharded = any(is_sharded(parameter) for parameter in params.values())
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
-        engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+        with in_a_sentence(f"clipping={clipping!r} with this model", "use another clipping= or other layers"):
+            engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+    run.guard = Probe(model, params)
     model._quell_private = True
     return model, kind(optimizer, run, engine), loader
 

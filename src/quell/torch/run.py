@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -48,6 +48,14 @@ class Unfinished:
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
 
 
+class Guard(Protocol):
+    """Told of every batch that the loop gets, and asked before every step."""
+
+    def watch(self, batch: Any, examples: int) -> None: ...
+
+    def settle(self) -> None: ...
+
+
 @dataclass(eq=False)
 class Run:
     """One private training run of a plan on this rank."""
@@ -60,6 +68,7 @@ class Run:
     world: int
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
+    guard: Guard | None = None  # what looks at the loop's batches and steps; set by make_private
 
     @property
     def step(self) -> int:
