@@ -58,8 +58,8 @@ def make_private(
     `clipping`: "flat" keeps every example's gradient (Opacus's hooks), "ghost" only their norms, "microbatch" works by
     torch.func in portions of `micro_batch` examples. `loss_reduction` is how your loss treats a batch: "mean" or
     "sum". A mean must divide by the number of examples; with class weights, `ignore_index`, or a mean over tokens it
-    divides by something that depends on the other examples, which breaks the promise unnoticed: there sum the examples'
-    own losses and pass "sum".
+    divides by something that depends on the other examples, which breaks the promise: there sum the examples' own
+    losses and pass "sum". The first batches are probed for this, and for models that mix examples.
 
     `physical_batch_size` splits batches that do not fit into memory; call `optimizer.step()` for each part.
 

@@ -2,14 +2,15 @@
 
 Clipping bounds what one example adds to the sum, and says nothing about what it does to the gradients of the others. So
 nobody's gradient may depend on another example. Here the loop's own work on a batch (`tape.py`) is done again: with one
-group of the examples replaced by one of them, then with all others replaced. Every number that belongs to one example stays
-the same in one of the two. A number that changes in both belongs to several: in the model's outputs it says that the
-model mixes examples, in the gradient of the loss with respect to the outputs that the loss does. A model that returns
-its own loss has no output of one example; but a loss L that adds up over examples has L(neither) + L(both) = L(first) +
-L(second), and one that divides by the tokens of the batch has not.
+group of the examples replaced by one of them, then with all others replaced. Every number that belongs to one example
+stays the same in one of the two. A number that changes in both belongs to several: in the model's outputs it says that
+the model mixes examples, in the gradient of the loss with respect to the outputs that the loss does. A model that
+returns its own loss has no output of one example; but a loss L that adds up over examples has L(neither) + L(both) =
+L(first) + L(second), and one that divides by the tokens of the batch has not.
 
 Shapes, batch size and random numbers are the same throughout, so dropout and kernels are too. Weights, buffers and
-random states are left as they were. Three groups are tried. It costs eleven passes without gradient, for each of
+random states are left as they were. Three groups are tried. Where the ranks of a sharded model compute together, the
+model is not run again, and only the loss is probed. It costs eleven passes without gradient, for each of
 the first three batches.
 """
 
@@ -46,9 +47,9 @@ _LOSS_COUPLES = (
     f"clipping would bound nobody's influence: {_PER_EXAMPLE}"
 )
 _OWN_LOSS = (
-    "the model returns its own loss, and that couples the examples of a batch: it does not add up over them (a mean over "
-    "the tokens of the whole batch does not), so clipping would bound nobody's influence: leave the labels out of the "
-    f"model's arguments, {_PER_EXAMPLE}"
+    "the model returns its own loss, and that couples the examples of a batch: it does not add up over them (a mean "
+    "over the tokens of the whole batch does not), so clipping would bound nobody's influence: leave the labels out of "
+    f"the model's arguments, {_PER_EXAMPLE}"
 )
 
 
@@ -87,7 +88,9 @@ class Probe:
         if self._tape is not None:
             self._tape.close()
             self._tape = None
-            self._give_up("backward() was not called on a tensor that is computed from the batch and the model's output")
+            self._give_up(
+                "backward() was not called on a tensor that is computed from the batch and the model's output"
+            )
         if not self._left and not self._checked:
             self._checked = True
             warnings.warn(
@@ -137,7 +140,7 @@ class Probe:
 
     def _problem(self, tape: Tape) -> str | None:
         try:
-            problem = _Batch(tape, self.model, BATCHES - self._left, naming=not self._sharded).problem()
+            problem = _Batch(tape, self.model, BATCHES - self._left, rerun=not self._sharded).problem()
         except Exception as error:  # the loop's own code, done again: anything can happen
             self._give_up(f"doing it again failed with {type(error).__name__}: {error}")
             return None
@@ -175,8 +178,8 @@ class _Way:
 class _Batch:
     """A batch as it is, and with one group of its examples replaced by one of them, or the other group, or both."""
 
-    def __init__(self, tape: Tape, model: nn.Module, seed: int, naming: bool) -> None:
-        self.tape, self.model, self.naming = tape, model, naming
+    def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool) -> None:
+        self.tape, self.model, self.rerun = tape, model, rerun
         half_precision = any(entry.autocast[2] for entry in tape.entries)
         self.tolerance = 1e-2 if half_precision else 1e-4
         self.plain = list(range(tape.examples))
@@ -233,7 +236,7 @@ class _Batch:
 
     def _run(self, sources: Sequence[int]) -> _Way:
         with _restored_buffers(self.model) as written:
-            loss, outputs = self.tape.replay(sources)
+            loss, outputs = self.tape.replay(sources, self.rerun)
         found = torch.autograd.grad(loss, outputs, allow_unused=True) if loss.requires_grad else [None] * len(outputs)
         gradients = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, found, strict=True)]
         return _Way(float(loss.detach()), outputs, gradients, [g is not None for g in found], written)
@@ -252,7 +255,7 @@ class _Batch:
 
     def _mixes(self, ways: list[list[int]]) -> str:
         return (
-            f"the model mixes the examples of a batch{self._place(ways) if self.naming else ''}: one example's output "
+            f"the model mixes the examples of a batch{self._place(ways)}: one example's output "
             "changes with the others, so no example's gradient can be clipped; compute every row of the output from "
             "its own example (LayerNorm or GroupNorm in place of statistics over the batch)"
         )

@@ -93,6 +93,12 @@ class Run:
                 "plan for a longer run"
             )
 
+    def require_ready(self) -> None:
+        """Before a step: there is one left, and nothing speaks against it."""
+        self.require_steps_left()
+        if self.guard is not None:
+            self.guard.settle()
+
     def restart_step(self) -> None:
         """Drop everything that the due step has gathered; its batch comes again, from its first part."""
         self.unfinished = Unfinished()

@@ -2,8 +2,8 @@
 
 The loop is the user's: nobody hands over its loss as a function. So the tensors of a batch become `Watched`, a subclass
 that notes every operation on them and on what is made of them. The model is one operation among these. `Tape.replay`
-does all of it again, with some examples replaced, every shape unchanged and the same random numbers. When the loop calls
-`backward`, or the tape is closed for another reason, all watched tensors are plain ones again.
+does all of it again, with some examples replaced, every shape unchanged and the same random numbers. When the loop
+calls `backward`, or the tape is closed for another reason, all watched tensors are plain ones again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -90,14 +90,14 @@ class Tape:
 
     examples: int
     on_backward: Callable[[Tape], None]
-    rows: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)  # batch tensor, its values, dim of examples
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, and their values
     entries: list[_Entry] = field(default_factory=list)
     loss: Tensor | None = None
     weights: Any = None  # backward's argument
     _alive: list[weakref.ref[Tensor]] = field(default_factory=list)
     _started: Any = None
 
-    running = None  # class attribute: the one tape that watches now, if any
+    running: ClassVar[Tape | None] = None  # the one that watches now
 
     def start(self, batch: Any) -> None:
         """Watch the tensors of a batch."""
@@ -109,12 +109,21 @@ class Tape:
 
     def add_rows(self, tensor: Tensor) -> None:
         """A tensor that has one row per example, along its first dimension or its second."""
-        dim = next((d for d in (0, 1) if tensor.dim() > d and tensor.shape[d] == self.examples), None)
-        if dim is not None:
-            self.rows.append((tensor, tensor.detach().clone(), dim))
+        if self._dim(tensor) is not None:
+            self.rows.append((tensor, tensor.detach().clone()))
+
+    def _dim(self, tensor: Tensor) -> int | None:
+        return next((d for d in (0, 1) if tensor.dim() > d and tensor.shape[d] == self.examples), None)
+
+    def _filled(self, tensor: Tensor, sources: Sequence[int]) -> Tensor:
+        """The tensor with row `sources[i]` in the place of row i; as it is where it has no rows of examples."""
+        dim = self._dim(tensor)
+        if dim is None:
+            return tensor
+        return tensor.index_select(dim, torch.tensor(sources, dtype=torch.long, device=tensor.device))
 
     def known(self) -> set[int]:
-        return {id(row) for row, _, _ in self.rows} | {id(made) for entry in self.entries for made in entry.made}
+        return {id(row) for row, _ in self.rows} | {id(made) for entry in self.entries for made in entry.made}
 
     def note(self, function: Any, args: Any, kwargs: Any, made: Any) -> Any:
         """Write an operation down; what it made is watched from now on."""
@@ -167,17 +176,20 @@ class Tape:
                 tensor.__class__ = kind
 
     def replay(self, sources: Sequence[int], rerun: bool = True) -> tuple[Tensor, list[Tensor]]:
-        """Loss and model outputs where row i is example `sources[i]`; without `rerun`, those that the loop had."""
+        """Loss and model outputs where row i is example `sources[i]`.
+
+        Without `rerun` the model is believed not to mix, and its outputs are rows of those that the loop had.
+        """
         values: Values = {}
-        for row, kept, dim in self.rows:
-            values[id(row)] = kept.index_select(dim, torch.as_tensor(sources, device=kept.device))
+        for row, kept in self.rows:
+            values[id(row)] = self._filled(kept, sources)
         made: list[Tensor] = []
         set_random_states(self._started)
         with torch.enable_grad():
             for entry in self.entries:
                 device, dtype, enabled = entry.autocast
                 with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
-                    found = self._again(entry, values, rerun)
+                    found = self._again(entry, values, sources, rerun)
                 if entry.model:
                     made += [value for value in found if value.requires_grad]
                 for before, now in zip(entry.made, found, strict=True):
@@ -186,7 +198,7 @@ class Tape:
             weights = values.get(id(self.weights), self.weights)
             return (loss if weights is None else loss * weights).sum(), made
 
-    def _again(self, entry: _Entry, values: Values, rerun: bool) -> list[Any]:
+    def _again(self, entry: _Entry, values: Values, sources: Sequence[int], rerun: bool) -> list[Any]:
         args, kwargs = pytree.tree_map(lambda value: values.get(id(value), value), (entry.args, entry.kwargs))
         if not entry.model:
             made = pytree.tree_leaves(entry.function(*args, **kwargs))
@@ -198,7 +210,7 @@ class Tape:
             with torch.no_grad():
                 found = [v for v in pytree.tree_leaves(entry.function(*args, **kwargs)) if isinstance(v, Tensor)]
         else:
-            found = entry.made
+            found = [self._filled(value, sources) for value in entry.made]
         set_random_states(went_on)
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
@@ -207,8 +219,8 @@ class Tape:
     def reached(self) -> list[Tensor]:
         """Tensors with a gradient that came into the loop's work from elsewhere, neither batch nor model output."""
         own = self.known()
-        arguments = [value for entry in self.entries if not entry.model for value in _arguments(entry)]
-        return [v for v in arguments if isinstance(v, Tensor) and v.requires_grad and id(v) not in own]
+        used = [(entry.args, entry.kwargs) for entry in self.entries if not entry.model]
+        return [v for v in pytree.tree_leaves(used) if isinstance(v, Tensor) and v.requires_grad and id(v) not in own]
 
 
 def random_states() -> Any:
@@ -223,10 +235,6 @@ def set_random_states(states: Any) -> None:
         torch.cuda.set_rng_state_all(states[1])
     np.random.set_state(states[2])
     random.setstate(states[3])
-
-
-def _arguments(entry: _Entry) -> list[Any]:
-    return pytree.tree_leaves((entry.args, entry.kwargs))
 
 
 def _autocast(made: Sequence[Any]) -> tuple[str, torch.dtype, bool]:
