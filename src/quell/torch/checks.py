@@ -85,8 +85,8 @@ def refuse_unprotected(model: nn.Module, protected: Iterable[nn.Parameter]) -> N
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
         raise QuellError(
             f"{outside[0]}{more} can be trained, but is not in the private optimizer, or was frozen when it was made: "
-            "nothing would clip its gradients or add noise; freeze it (requires_grad_(False)), or put it into the optimizer that make_private "
-            "is given (one optimizer, with parameter groups)"
+            "nothing would clip its gradients or add noise; freeze it (requires_grad_(False)), or put it into the "
+            "optimizer that make_private is given (one optimizer, with parameter groups)"
         )
 
 
