@@ -153,17 +153,6 @@ def test_the_wrapped_optimizer_steps_with_noise_only(plan):
         plain.step()
 
 
-def test_parameters_outside_the_optimizer_keep_nothing(plan):
-    model = network()
-    model, optimizer, loader = make_private(model, sgd(model[3]), examples(), plan)
-    x, y = next(iter(loader))
-    gradients(model, optimizer, x, y)
-    (found,) = optimizer._engine._hooks.collect()
-    assert set(found) == set(model[3].parameters())
-    train(model, optimizer, loader, steps=3)
-    assert all(parameter.grad is None for parameter in model[0].parameters())
-
-
 # Keys and ledgers
 
 

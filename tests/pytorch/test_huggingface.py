@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from quell.errors import QuellError
+from quell.torch import make_private
 from tests.pytorch.conftest import small_plan
 from tests.pytorch.training import without_noise
 
@@ -136,6 +137,40 @@ def test_training_resumes_from_a_checkpoint(plan, tmp_path):
         assert torch.equal(ours, theirs)
     with pytest.raises(QuellError, match="steps \\(2 epochs\\) are done"):
         resumed.train()
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_ones_own_loop_with_a_loss_per_example(make):
+    """Padding masks, several outputs in a ModelOutput, and a loss that is computed outside."""
+    causal = make is gpt2
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, Sentences(causal), small_plan())
+    for _, batch in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        labels = batch.pop("labels")
+        losses = (next_token_losses if causal else token_losses)(model(**batch), labels)
+        losses.mean().backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+    assert not optimizer.run.guard._why
+
+
+def test_the_loss_inside_a_language_model_is_refused():
+    """It divides by the tokens of the whole batch. A classifier's divides by the examples, which is fine."""
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, Sentences(True), small_plan())
+    with pytest.raises(QuellError, match="the model returns its own loss, and that couples"):
+        model(**next(iter(loader))).loss.backward()
+    assert optimizer.run.step == 0
+    model = bert()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, Sentences(False), small_plan())
+    optimizer.zero_grad()
+    model(**next(iter(loader))).loss.backward()
+    optimizer.step()
+    assert optimizer.run.guard._checked
 
 
 def test_evaluation_and_logs_work_and_show_no_gradient_norm(plan, tmp_path):

@@ -276,6 +276,7 @@ def test_frozen_and_unused_parameters(clipping):
 @pytest.mark.parametrize("clipping", MODES)
 def test_an_optimizer_of_some_layers_only(clipping, plan):
     model = network()
+    model[:3].requires_grad_(False)  # or it is refused
     before = model[0].weight.clone()
     model, optimizer, loader = make_private(
         model, torch.optim.SGD(model[3].parameters(), lr=0.1), examples(), plan, clipping=clipping

@@ -103,24 +103,13 @@ def test_no_backward_pass(clipping, plan):
         optimizer.step()
 
 
-@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", MODES)
 def test_a_penalty_on_the_weights_in_the_loss(clipping, plan):
     model, optimizer, loader = private(plan, clipping)
     x, y = next(iter(loader))
     optimizer.zero_grad()
-    (criterion(model(x), y) + model[0].weight.square().sum()).backward()
     with pytest.raises(QuellError, match=r"the loss reaches 0\.weight around the model's output"):
-        optimizer.step()
-
-
-def test_a_penalty_on_the_weights_is_ignored_by_flat(plan):
-    """Opacus's hooks see layers only, so nothing that is not clipped gets through."""
-    model, optimizer, loader = private(plan)
-    x, y = next(iter(loader))
-    criterion(model(x), y).backward()
-    clean = [s.clone() for s in optimizer._engine.collect()[1]]
-    (criterion(model(x), y) + 1e6 * model[0].weight.square().sum()).backward()
-    assert all(torch.equal(a, b) for a, b in zip(clean, optimizer._engine.collect()[1], strict=True))
+        (criterion(model(x), y) + model[0].weight.square().sum()).backward()
 
 
 @pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
@@ -237,7 +226,9 @@ def test_parameters_that_change_during_the_run(clipping, plan):
     model[0].requires_grad_(False)
     model, optimizer, loader = private(plan, clipping, model)
     model[0].requires_grad_(True)
-    with pytest.raises(QuellError, match="not those of make_private"):
+    with pytest.raises(
+        QuellError, match=r"0\.weight and 1 more can be trained, but is not in the private optimizer, or was frozen"
+    ):
         one_step(model, optimizer, next(iter(loader)))
     with pytest.raises(QuellError, match="cannot join during a run"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})

@@ -17,14 +17,24 @@ if TYPE_CHECKING:
     from quell.torch.attached import attach
     from quell.torch.checks import PlanMismatchWarning
     from quell.torch.private import make_private
+    from quell.torch.probe import UncheckedLossWarning
     from quell.torch.report import PrivacyReport
 
-__all__ = ["CorrelatedNoise", "PlanMismatchWarning", "PrivacyReport", "attach", "clipped_sum", "make_private"]
+__all__ = [
+    "CorrelatedNoise",
+    "PlanMismatchWarning",
+    "PrivacyReport",
+    "UncheckedLossWarning",
+    "attach",
+    "clipped_sum",
+    "make_private",
+]
 
 # Loaded on first use: they need the accountants, the parts above do not.
 _HOMES = {
     "PlanMismatchWarning": "checks",
     "PrivacyReport": "report",
+    "UncheckedLossWarning": "probe",
     "attach": "attached",
     "make_private": "private",
 }

@@ -6,9 +6,13 @@ What concerns privacy is an error. What concerns only how good the noise is for 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -69,7 +73,21 @@ def trainable_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn
                 found[names[id(parameter)]] = parameter
     if not found:
         raise QuellError("the optimizer has no trainable parameters: unfreeze some before make_private")
+    refuse_unprotected(model, found.values())
     return found
+
+
+def refuse_unprotected(model: nn.Module, protected: Iterable[nn.Parameter]) -> None:
+    """All that can be trained is private, or the run is refused: another optimizer would use gradients as they are."""
+    held = {id(parameter) for parameter in protected}
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if outside:
+        more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+        raise QuellError(
+            f"{outside[0]}{more} can be trained, but is not in the private optimizer, or was frozen when it was made: "
+            "nothing would clip its gradients or add noise; freeze it (requires_grad_(False)), or put it into the "
+            "optimizer that make_private is given (one optimizer, with parameter groups)"
+        )
 
 
 def refuse_leaking_layers(model: nn.Module) -> None:
@@ -97,10 +115,33 @@ def refuse_unmeasured_layers(model: nn.Module) -> None:
             raise QuellError(
                 f"{name or 'the model'} is a {type(module).__name__}{option}: Opacus's hooks, which clipping='flat' "
                 "and 'ghost' use, get its per-example gradients wrong; use clipping='microbatch' or another layer"
+                f"{_instead(module)}"
             )
 
 
+@contextmanager
+def in_a_sentence(what: str, advice: str) -> Iterator[None]:
+    """Errors that torch or Opacus raises inside, about layers that they cannot handle, say which and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise QuellError(f"{what} failed with {type(error).__name__} ({reason}): {advice}") from error
+
+
+def _instead(module: nn.Module) -> str:
+    recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+    return " (opacus.layers.DPLSTM, DPGRU and DPRNN work with 'flat')" if recurrent else ""
+
+
 def _unmeasured(module: nn.Module) -> str | None:
+    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
+    if is_parametrized(module) or hooks & {"WeightNorm", "SpectralNorm"}:
+        return " whose weight is computed from other parameters (weight_norm, spectral_norm)"
+    if isinstance(module, (nn.MultiheadAttention, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)):
+        return ""  # several inputs or outputs, where the hooks know one of each
     if isinstance(module, nn.modules.conv._ConvNd):
         padded = module.padding_mode != "zeros" and any(module._reversed_padding_repeated_twice)
         return f" with padding_mode={module.padding_mode!r}" if padded else None  # unfolded with zeros

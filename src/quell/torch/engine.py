@@ -96,7 +96,7 @@ class DeferredEngine(Engine):
             if parameter.grad is not None:
                 raise QuellError(
                     f"the loss reaches {name} around the model's output, where it cannot be clipped: leave parameters "
-                    "out of the loss (weight decay belongs to the optimizer), or use clipping='flat'"
+                    "out of the loss (weight decay belongs to the optimizer)"
                 )
         examples = _rows(done.leaves)
         factor = examples if self.mean_loss else 1
@@ -154,7 +154,7 @@ def _refuse_late(given_up: list[bool]) -> None:
     if given_up:
         raise QuellError(
             "the model was called twice before a backward pass: use one forward pass per loss (for accuracies, call it "
-            "under torch.no_grad()), or clipping='flat'"
+            "under torch.no_grad())"
         )
 
 
@@ -163,6 +163,6 @@ def _rows(leaves: Sequence[Tensor]) -> int:
     if len(sizes) != 1 or None in sizes:
         raise QuellError(
             f"the loss uses outputs of shapes {[tuple(leaf.shape) for leaf in leaves]}, which do not have one row per "
-            "example: let the model return such outputs and compute the loss outside, or use clipping='flat'"
+            "example: let the model return such outputs and compute the loss from them, one per example"
         )
     return int(sizes.pop() or 0)

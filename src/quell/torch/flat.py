@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.torch.checks import refuse_unmeasured_layers
+from quell.torch.checks import in_a_sentence, refuse_unmeasured_layers
 from quell.torch.clipping import sum_clipped
 from quell.torch.engine import Engine, is_differentiable
-from quell.torch.opacus import NOT_TRAINING, drop_gradients
+from quell.torch.opacus import NOT_TRAINING, OTHER_LAYER, drop_gradients
 
 _MADE_OF_LAYERS = (DPRNN, DPLSTM, DPGRU)  # whose parameters are used by layers inside them
 
@@ -132,7 +132,8 @@ class _Gradients(GradSampleHooks):
         found = self._gradients_of(within if within >= 0 else torch._C._current_graph_task_id())
         sampler = self.GRAD_SAMPLERS.get(type(module), ft_compute_per_sample_gradient)
         rows = len(activations[0])
-        with torch.no_grad():
+        failing = in_a_sentence(f"the per-example gradient of a {type(module).__name__} layer", OTHER_LAYER)
+        with torch.no_grad(), failing:
             for parameter, made in sampler(module, activations, gradient.detach()).items():
                 if parameter in self._trained:
                     made = made[:rows]  # Opacus makes a row for a batch of none

@@ -61,6 +61,7 @@ class GhostEngine(DeferredEngine):
         model.register_forward_pre_hook(self._before, prepend=True)
         model.register_forward_hook(self._after)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
             self.flush()

@@ -12,8 +12,9 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import Gr
 from torch import Tensor, nn
 
 from quell.errors import QuellError
+from quell.torch.checks import in_a_sentence
 from quell.torch.norms import convolution_norms, embedding_norms, linear_norms
-from quell.torch.opacus import NOT_TRAINING
+from quell.torch.opacus import NOT_TRAINING, OTHER_LAYER
 
 _MOST_NUMBERS = 1 << 26  # of gradients and patches that are held at a time: 256 MiB
 TIED = (
@@ -50,6 +51,10 @@ class _Strict:
                     "use clipping='flat' or 'microbatch' with mixed precision, or float32"
                 )
         return activations, backprops
+
+    def capture_backprops_hook(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        with in_a_sentence(f"the gradient norm of a {type(module).__name__} layer", OTHER_LAYER):
+            super().capture_backprops_hook(module, *arguments, **options)  # type: ignore[misc]
 
     def forget_activations(self) -> None:
         for module in self._module.modules():

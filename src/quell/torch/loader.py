@@ -87,7 +87,10 @@ class PlannedLoader(DataLoader[Any]):
     def _received(self, items: Iterator[Any], planned: deque[Portion]) -> Iterator[Any]:
         """The items, each noted when the loop gets it: workers fetch ahead, and that is nobody's step."""
         for item in items:
-            self.run.receive(planned.popleft())
+            portion = planned.popleft()
+            self.run.receive(portion)
+            if self.run.guard is not None:
+                self.run.guard.watch(item, portion.examples)
             yield item
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from quell.torch.optimizer import PrivateOptimizer
 NOT_TRAINING = (
     "a {} layer has a backward pass but was not in train mode in the forward pass: call model.train() before training"
 )
+OTHER_LAYER = "use clipping='microbatch' or another layer"
 
 
 class OpacusOptimizer(PrivateOptimizer, DPOptimizer):

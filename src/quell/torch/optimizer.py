@@ -260,7 +260,7 @@ class PrivateOptimizer(Optimizer):
         return digest.hexdigest()
 
     def _require_sound(self) -> None:
-        self.run.require_steps_left()
+        self.run.require_ready()
         if getattr(self, "grad_scale", None) is not None:  # set by GradScaler.step
             raise QuellError(
                 "a GradScaler scales the loss, and with it what clipping sees: use bfloat16 autocast, which needs no "

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import (
+    in_a_sentence,
     refuse_leaking_layers,
     refuse_wrong_arguments,
     trainable_parameters,
@@ -23,6 +24,7 @@ from quell.torch.engine import Engine
 from quell.torch.loader import PlannedLoader
 from quell.torch.microbatch import MicrobatchEngine
 from quell.torch.optimizer import PrivateOptimizer
+from quell.torch.probe import Probe
 from quell.torch.sharding import is_sharded
 from quell.torch.start import NoiseOptions, started_run
 
@@ -56,8 +58,8 @@ def make_private(
     `clipping`: "flat" keeps every example's gradient (Opacus's hooks), "ghost" only their norms, "microbatch" works by
     torch.func in portions of `micro_batch` examples. `loss_reduction` is how your loss treats a batch: "mean" or
     "sum". A mean must divide by the number of examples; with class weights, `ignore_index`, or a mean over tokens it
-    divides by something that depends on the other examples, which breaks the promise unnoticed: there sum the examples'
-    own losses and pass "sum".
+    divides by something that depends on the other examples, which breaks the promise: there sum the examples' own
+    losses and pass "sum". The first batches are probed for this, and for models that mix examples.
 
     `physical_batch_size` splits batches that do not fit into memory; call `optimizer.step()` for each part.
 
@@ -105,7 +107,9 @@ def make_private(
         sharded = any(is_sharded(parameter) for parameter in params.values())
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
-        engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+        with in_a_sentence(f"clipping={clipping!r} with this model", "use another clipping= or other layers"):
+            engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+    run.guard = Probe(model, params)
     model._quell_private = True
     return model, kind(optimizer, run, engine), loader
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -49,6 +49,14 @@ class Unfinished:
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
 
 
+class Guard(Protocol):
+    """Told of every batch that the loop gets, and asked before every step."""
+
+    def watch(self, batch: Any, examples: int) -> None: ...
+
+    def settle(self) -> None: ...
+
+
 @dataclass(eq=False)
 class Run:
     """One private training run of a plan on this rank."""
@@ -62,6 +70,7 @@ class Run:
     spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
+    guard: Guard | None = None  # what looks at the loop's batches and steps; set by make_private
 
     @property
     def step(self) -> int:
@@ -94,6 +103,12 @@ class Run:
                 f"the plan's {self.noise.steps:,} steps ({self.plan.epochs} epochs) are done: stop here, or make a new "
                 "plan for a longer run"
             )
+
+    def require_ready(self) -> None:
+        """Before a step: there is one left, and nothing speaks against it."""
+        self.require_steps_left()
+        if self.guard is not None:
+            self.guard.settle()
 
     def restart_step(self) -> None:
         """Drop everything that the due step has gathered; its batch comes again, from its first part."""
