@@ -13,7 +13,7 @@ from quell.torch import CorrelatedNoise, PlanMismatchWarning, make_private
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, train
 
-MODES = ["flat", "ghost", "microbatch"]
+MODES = ["layers", "microbatch"]
 criterion = nn.functional.cross_entropy
 
 
@@ -103,7 +103,7 @@ def test_no_backward_pass(clipping, plan):
         optimizer.step()
 
 
-@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_a_penalty_on_the_weights_in_the_loss(clipping, plan):
     model, optimizer, loader = private(plan, clipping)
     x, y = next(iter(loader))
@@ -123,7 +123,7 @@ def test_a_penalty_on_the_weights_is_ignored_by_flat(plan):
     assert all(torch.equal(a, b) for a, b in zip(clean, optimizer._engine.collect()[1], strict=True))
 
 
-@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_two_forward_passes_before_a_backward_pass(clipping, plan):
     model, _, loader = private(plan, clipping)
     x, y = next(iter(loader))
@@ -201,7 +201,7 @@ def test_ghost_refuses_low_precision_and_loose_parameters(plan):
         private(plan, "ghost", nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_a_model_that_returns_its_own_loss(clipping, plan):
     class WithLoss(nn.Module):
         def __init__(self):

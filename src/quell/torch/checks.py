@@ -89,32 +89,6 @@ def refuse_leaking_layers(model: nn.Module) -> None:
             )
 
 
-def refuse_unmeasured_layers(model: nn.Module) -> None:
-    """What Opacus's rules for layers leave out: per-example gradients would be wrong, and mostly without a word."""
-    for name, module in model.named_modules():
-        option = _unmeasured(module)
-        if option is not None and any(parameter.requires_grad for parameter in module.parameters()):
-            raise QuellError(
-                f"{name or 'the model'} is a {type(module).__name__}{option}: Opacus's hooks, which clipping='flat' "
-                "and 'ghost' use, get its per-example gradients wrong; use clipping='microbatch' or another layer"
-            )
-
-
-def _unmeasured(module: nn.Module) -> str | None:
-    if isinstance(module, nn.modules.conv._ConvNd):
-        padded = module.padding_mode != "zeros" and any(module._reversed_padding_repeated_twice)
-        return f" with padding_mode={module.padding_mode!r}" if padded else None  # unfolded with zeros
-    if isinstance(module, nn.Embedding):
-        return next((f" with {name}=True" for name in ("scale_grad_by_freq", "sparse") if getattr(module, name)), None)
-    if isinstance(module, nn.EmbeddingBag):
-        return ""  # a token that a bag has twice counts once
-    if isinstance(module, nn.LayerNorm):
-        return " without a bias" if module.elementwise_affine and module.bias is None else None
-    if type(module).__name__ == "DPMultiheadAttention":  # of Opacus, which need not be there
-        return None if module.batch_first else " with batch_first=False"  # positions would count as examples
-    return None
-
-
 def refuse_other_data(plan: Plan, examples: int) -> None:
     if examples != plan.setup.examples:
         raise QuellError(

@@ -22,7 +22,7 @@ from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks, world
-from quell.torch.engine import Engine
+from quell.torch.engine.base import Engine
 from quell.torch.report import PrivacyReport, privacy_report
 from quell.torch.run import Run, Unfinished
 from quell.torch.sharding import is_sharded, local

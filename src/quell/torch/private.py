@@ -19,9 +19,10 @@ from quell.torch.checks import (
 )
 from quell.torch.clipping import require_clip_norm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
-from quell.torch.engine import Engine
+from quell.torch.engine.base import Engine
+from quell.torch.engine.layers import LayerEngine
+from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.loader import PlannedLoader
-from quell.torch.microbatch import MicrobatchEngine
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.sharding import is_sharded
 from quell.torch.start import NoiseOptions, started_run
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from quell.mechanism import Mechanism
     from quell.planning import Plan
 
-CLIPPING = ("flat", "ghost", "microbatch")
+CLIPPING = ("layers", "microbatch")
 
 
 def make_private(
@@ -40,7 +41,7 @@ def make_private(
     plan: Plan,
     max_grad_norm: float = 1.0,
     *,
-    clipping: str = "flat",
+    clipping: str = "layers",
     mechanism: str | Mechanism | None = None,
     loss_reduction: str = "mean",
     physical_batch_size: int | None = None,
@@ -105,9 +106,9 @@ def make_private(
         sharded = any(is_sharded(parameter) for parameter in params.values())
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
-        engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+        engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
     model._quell_private = True
-    return model, kind(optimizer, run, engine), loader
+    return model, PrivateOptimizer(optimizer, run, engine), loader
 
 
 def _engine(
@@ -118,20 +119,9 @@ def _engine(
     loss_reduction: str,
     micro_batch: int,
     sharded: bool,
-) -> tuple[Engine, type[PrivateOptimizer]]:
-    if sharded and clipping != "ghost":
-        raise QuellError(
-            f"clipping={clipping!r} needs whole parameters, and these are sharded by fully_shard: use clipping='ghost'"
-        )
-    if clipping == "microbatch":
-        return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch), PrivateOptimizer
-    try:
-        from quell.torch.flat import FlatEngine
-        from quell.torch.ghost import GhostEngine
-        from quell.torch.opacus import OpacusOptimizer
-    except ImportError as missing:
-        raise QuellError(
-            "clipping='flat' and 'ghost' use Opacus: pip install -c constraints.txt '.[torch]', or take 'microbatch'"
-        ) from missing
-    kind = FlatEngine if clipping == "flat" else GhostEngine
-    return kind(model, params, bound, loss_reduction), OpacusOptimizer
+) -> Engine:
+    if clipping == "layers":
+        return LayerEngine(model, params, bound, loss_reduction)
+    if sharded:
+        raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
+    return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch)

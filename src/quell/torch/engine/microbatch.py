@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
 from quell.torch.clipping import Clipped, sum_clipped
-from quell.torch.engine import DeferredEngine, Pass
+from quell.torch.engine.base import DeferredEngine, Pass
 
 
 @dataclass(eq=False)

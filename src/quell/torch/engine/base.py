@@ -1,4 +1,4 @@
-"""Where clipped gradient sums come from: one small engine per way of clipping, all with the same face.
+"""What all engines share: the face they show the optimizer, and what engines that cut off the model's outputs do.
 
 An engine attaches itself to the model (which stays the user's own object), watches forward and backward passes, and
 `collect` hands over how many examples it saw since last time and the float32 sum of their clipped gradients.
@@ -30,6 +30,7 @@ class Engine(ABC):
         self.params = dict(params)
         self.max_grad_norm = max_grad_norm
         self.mean_loss = loss_reduction == "mean"
+        self.present = everyone
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
 
@@ -96,7 +97,7 @@ class DeferredEngine(Engine):
             if parameter.grad is not None:
                 raise QuellError(
                     f"the loss reaches {name} around the model's output, where it cannot be clipped: leave parameters "
-                    "out of the loss (weight decay belongs to the optimizer), or use clipping='flat'"
+                    "out of the loss (weight decay belongs to the optimizer)"
                 )
         examples = _rows(done.leaves)
         factor = examples if self.mean_loss else 1
@@ -139,6 +140,11 @@ class DeferredEngine(Engine):
         """Drop what was kept for a pass that is not going to be used."""
 
 
+def everyone(units: int) -> tuple[Tensor | None, int]:
+    """Which of a batch's units count, as factors of 0 and 1, and how many; None where all do."""
+    return None, units
+
+
 def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(local(parameter), dtype=torch.float32, requires_grad=False)
 
@@ -154,7 +160,7 @@ def _refuse_late(given_up: list[bool]) -> None:
     if given_up:
         raise QuellError(
             "the model was called twice before a backward pass: use one forward pass per loss (for accuracies, call it "
-            "under torch.no_grad()), or clipping='flat'"
+            "under torch.no_grad())"
         )
 
 
@@ -163,6 +169,6 @@ def _rows(leaves: Sequence[Tensor]) -> int:
     if len(sizes) != 1 or None in sizes:
         raise QuellError(
             f"the loss uses outputs of shapes {[tuple(leaf.shape) for leaf in leaves]}, which do not have one row per "
-            "example: let the model return such outputs and compute the loss outside, or use clipping='flat'"
+            "example: let the model return such outputs and compute the loss outside"
         )
     return int(sizes.pop() or 0)
