@@ -44,12 +44,13 @@ class FirstBatch:
 
     def compare(self) -> None:
         inputs, gradients, engine = self._inputs, self._gradients, self.engine
+        self._inputs = None  # the loss, and with it the hooks of its outputs, may live on
         rows, unit = engine.rows_seen, engine.rows_per_unit
         known = [gradient for gradient in gradients if gradient is not None]
         if inputs is None or not known or not rows or any(not g.dim() or len(g) != rows for g in known):
             return  # the model was not called as a whole, or returned its loss
         count = min(rows, 2 * unit)
-        cut = pytree.tree_map(lambda v: v[:count] if isinstance(v, Tensor) and v.dim() and len(v) == rows else v, inputs)
+        cut = pytree.tree_map(lambda v: _first_rows(v, count) if _has_rows(v, rows) else v, inputs)
         kept = [None if g is None else g[:count].clone() for g in gradients]
         for gradient in kept:
             if gradient is not None:
@@ -86,16 +87,24 @@ class FirstBatch:
         for pieces in engine.take_finished():
             for name, parts in pieces.items():
                 parameter = engine.params[name]
-                total = found.setdefault(name, torch.zeros(parameter.shape, device=parameter.device))
                 for piece in parts:
-                    piece.add_to(total, (torch.arange(piece.units, device=total.device) == 0).float())
+                    first = (torch.arange(piece.units, device=parameter.device) == 0).float()
+                    found[name] = found.get(name, 0.0) + piece.sum(first).view(parameter.shape)
         return found
 
     def _by_autograd(self, inputs: Any, gradients: list[Tensor | None]) -> dict[str, Tensor]:
-        outputs, arrived = _pairs(self._run(inputs), gradients)
-        params = self.engine.params
-        made = torch.autograd.grad(outputs, list(params.values()), arrived, allow_unused=True)
-        return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(params.items(), made, strict=True)}
+        torch.autograd.backward(*_pairs(self._run(inputs), gradients))  # checkpoints know no torch.autograd.grad
+        made = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.engine.params.items()}
+        self.engine.model.zero_grad()
+        return made
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+
+
+def _first_rows(value: Tensor, count: int) -> Tensor:
+    return value.detach()[:count].requires_grad_(value.requires_grad)
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:

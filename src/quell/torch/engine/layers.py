@@ -15,6 +15,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,12 +33,15 @@ from quell.torch.engine.base import Engine, is_differentiable
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.composite import COMPOSITES
-from quell.torch.engine.pieces import Piece, Rows, merged
-from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, embedding, rule_for
-from quell.torch.engine.taps import Arrived, per_row, swapped, tap
+from quell.torch.engine.pieces import Piece, Rows, merged, wide
+from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, embedding, linear, rule_for
+from quell.torch.engine.taps import Arrived, per_row, swapped, tap, tapped_linear
 from quell.torch.sharding import copies, is_sharded, own_share
 
 Found = dict[str, list[Piece]]  # by the parameter's name
+Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
+
+_SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
 
 @dataclass(eq=False)
@@ -110,6 +114,10 @@ class LayerEngine(Engine):
         if layer.rule is None:
             return self._run_without_rule(module, layer, args, kwargs)
         (x,) = args or tuple(kwargs.values())
+        if layer.rule is linear:
+            weight, bias = module.weight, module.bias
+            anchor = weight if weight.requires_grad else bias
+            return tapped_linear(x, weight, bias, anchor, self._arrival(module, linear))
         if layer.rule is embedding:
             x = self._own_rows(x)
         elif layer.rule in LOWERED and torch.is_autocast_enabled(x.device.type):
@@ -239,14 +247,16 @@ class LayerEngine(Engine):
             found = self._pass(self._outer.get(backward, backward))
             self._require_rows(module, gradients, expected)
             trained = self._layers[id(module)].trained
-            with torch.autocast(gradients[0].device.type, enabled=False), full_precision(), torch.no_grad():
+            kind = gradients[0].device.type
+            lowered = torch.is_autocast_enabled(kind)  # where backward() is called inside of autocast
+            with torch.autocast(kind, enabled=False) if lowered else nullcontext():
                 for name, piece in rule(module, inputs, gradients, self.rows_per_unit):
                     found[trained[name]].append(piece)
 
         return arrived
 
     def _require_rows(self, module: nn.Module, gradients: tuple[Tensor, ...], expected: int | None) -> None:
-        sizes = {len(gradient) if gradient.dim() else 0 for gradient in gradients}
+        sizes = {gradient.shape[0] if gradient.dim() else 0 for gradient in gradients}
         if len(sizes) > 1 or (expected is not None and sizes != {expected}) or next(iter(sizes)) % self.rows_per_unit:
             raise QuellError(
                 f"{self.called(module)} made {', '.join(map(str, sorted(sizes)))} rows from {expected} examples: every "
@@ -291,7 +301,7 @@ class LayerEngine(Engine):
 
     def _clip(self, found: Found) -> None:
         self._missing -= set(found)
-        pieces = {name: merged(parts) for name, parts in found.items()}
+        pieces = gathered(found)
         units = {piece.units for parts in pieces.values() for piece in parts}
         if len(units) > 1:
             raise QuellError(
@@ -303,7 +313,7 @@ class LayerEngine(Engine):
             first, self._first = self._first, None
             first.compare()
         scale = count if self.mean_loss else 1 / self.rows_per_unit
-        norms = norms_of(pieces) * scale
+        norms = norms_of(pieces.values()) * scale
         factors = clip_factors(norms * (1 + 1e-5), self.max_grad_norm) * scale
         present, examples = self.present(count)
         if present is not None:
@@ -311,31 +321,50 @@ class LayerEngine(Engine):
         clipped = self._sums_of(pieces, factors, examples)
         if not math.isfinite(clipped.norm):
             spoiled = ~torch.isfinite(norms)
-            clean = {name: [piece.without(spoiled) for piece in parts] for name, parts in pieces.items()}
+            clean = {names: [piece.without(spoiled) for piece in parts] for names, parts in pieces.items()}
             clipped = self._sums_of(clean, factors, examples)
         self._take(examples, clipped)
 
-    def _sums_of(self, pieces: Mapping[str, list[Piece]], factors: Tensor, examples: int) -> Clipped:
+    def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor, examples: int) -> Clipped:
         sums = {}
-        for name, parts in pieces.items():
-            parameter = self.params[name]
-            total = torch.zeros(parameter.shape, dtype=torch.float32, device=factors.device)
-            for piece in parts:
-                piece.add_to(total, factors)
-            sums[name] = own_share(total, parameter)
+        for names, parts in pieces.items():
+            first, *others = [piece.sum(factors) for piece in parts]
+            for other in others:
+                first += other
+            sizes = [self.params[name].numel() for name in names]
+            for name, total in zip(names, first.view(-1).split(sizes), strict=True):
+                parameter = self.params[name]
+                sums[name] = own_share(total.view(parameter.shape).float(), parameter)
         if not self.sharded:
             return Clipped(sums, examples, float(norm_of(sums.values())))
         both = torch.tensor([0.0, examples], dtype=torch.float64, device=factors.device)
         for name, total in sums.items():
             both[0] += norm_of([total]).to(both).square() / copies(self.params[name], world()[1])
         sum_over_ranks([both])
-        square, count = both.tolist()
-        return Clipped(sums, int(count), math.sqrt(square))
+        square, number = both.tolist()
+        return Clipped(sums, int(number), math.sqrt(square))
 
 
-def norms_of(pieces: Mapping[str, list[Piece]]) -> Tensor:
+def gathered(found: Found) -> dict[Names, list[Piece]]:
+    """The pieces by the parameters they are for; those of biases and scales as one, because each costs the host time."""
+    pieces: dict[Names, list[Piece]] = {}
+    small: dict[str, Tensor] = {}
+    for name, parts in found.items():
+        one = merged(parts)
+        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values[:1].numel() <= _SMALL:
+            small[name] = one[0].values.reshape(one[0].units, -1)
+        else:
+            pieces[name,] = one
+    if len({len(rows) for rows in small.values()}) > 1:
+        return {**pieces, **{(name,): [Rows(rows)] for name, rows in small.items()}}
+    if small:
+        pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
+    return pieces
+
+
+def norms_of(pieces: Iterable[list[Piece]]) -> Tensor:
     """(units,) a bound of every unit's norm over all parameters."""
-    norms = [torch.stack([piece.norms() for piece in parts]).sum(0) for parts in pieces.values()]
+    norms = [sum((piece.norms() for piece in rest), first.norms()) for first, *rest in pieces]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 

@@ -1,9 +1,8 @@
 """What one call of a layer adds to the gradient of a parameter, unit by unit, without building those gradients.
 
 A unit is what is clipped as one: an example, or a block of rows that belong to it. A piece answers two questions.
-`norms()` bounds the norm of every unit's gradient from above. `add_to(total, weights)` adds Σ_u weights_u · gradient_u
-to a float32 sum. What privacy rests on is that the first bounds what the second adds (docs/pytorch.md, "Why the norms
-can be trusted").
+`norms()` bounds the norm of every unit's gradient from above. `sum(weights)` is Σ_u weights_u · gradient_u in float32.
+What privacy rests on is that the first bounds what the second adds (docs/pytorch.md, "Why the norms can be trusted").
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class Piece(Protocol):
     def units(self) -> int: ...
 
     def norms(self) -> Tensor:
-        """(units,) float32, never below the norms of what `add_to` adds with weight 1."""
+        """(units,) float32, never below the norms of what `sum` adds with weight 1."""
 
-    def add_to(self, total: Tensor, weights: Tensor) -> None:
-        """Add the weighted sum of the units' gradients to `total`, which has the parameter's shape."""
+    def sum(self, weights: Tensor) -> Tensor:
+        """The weighted sum of the units' gradients, a tensor of its own with as many elements as the parameter."""
 
     def without(self, spoiled: Tensor) -> Piece:
         """The same piece with nothing in the units that are marked."""
@@ -49,8 +48,8 @@ class Rows:
     def norms(self) -> Tensor:
         return row_norms(self.values.reshape(self.units, -1)).float()
 
-    def add_to(self, total: Tensor, weights: Tensor) -> None:
-        total.view(-1).addmv_(self.values.reshape(self.units, -1).to(total.dtype).t(), weights.to(total.dtype))
+    def sum(self, weights: Tensor) -> Tensor:
+        return _sum_of_rows(self.values.reshape(self.units, -1), weights)
 
     def without(self, spoiled: Tensor) -> Rows:
         return Rows(cleared(self.values, spoiled))
@@ -81,16 +80,14 @@ class Outer:
         if kernels.take(self.g, self.a):
             narrow = self.positions * (self.g.shape[2] + self.a.shape[2]) < 2 * self.g.shape[2] * self.a.shape[2]
             return kernels.gram_norms(self.g, self.a) if narrow else kernels.direct_norms(self.g, self.a)
-        return gram_norms(_wide(self.g), _wide(self.a))
+        return gram_norms(wide(self.g), wide(self.a))
 
-    def add_to(self, total: Tensor, weights: Tensor) -> None:
-        flat = total.view(self.g.shape[2], self.a.shape[2])
+    def sum(self, weights: Tensor) -> Tensor:
         if self.positions > 1 and kernels.take(self.g, self.a):
-            kernels.add_weighted(flat, self.g, self.a, weights)
-            return
-        g, a = (self.g, self.a) if self.positions == 1 else (_wide(self.g), _wide(self.a))
+            return kernels.weighted_sum(self.g, self.a, weights)
+        g, a = (self.g, self.a) if self.positions == 1 else (wide(self.g), wide(self.a))
         scaled = g * weights.to(g.dtype)[:, None, None]
-        _add_product(flat, scaled.flatten(0, 1), a.flatten(0, 1))
+        return _product(scaled.flatten(0, 1), a.flatten(0, 1))
 
     def without(self, spoiled: Tensor) -> Outer:
         return Outer(cleared(self.g, spoiled), cleared(self.a, spoiled))
@@ -102,6 +99,7 @@ class Tokens:
 
     g: Tensor  # (units, positions, width)
     tokens: Tensor  # (units, positions)
+    vocabulary: int
     padding: int  # -1 where there is none
 
     @property
@@ -112,13 +110,13 @@ class Tokens:
         g = self._padded()
         return kernels.token_norms(g, self.tokens) if kernels.take(g) else token_norms(g, self.tokens)
 
-    def add_to(self, total: Tensor, weights: Tensor) -> None:
-        scaled = self._padded().to(total.dtype) * weights.to(total.dtype)[:, None, None]
+    def sum(self, weights: Tensor) -> Tensor:
+        scaled = wide(self._padded()) * weights.unsqueeze(-1).unsqueeze(-1)
         # Sorted by token inside, so that the same sum comes out every time; index_add_ on a GPU adds in any order.
-        total += torch.ops.aten.embedding_dense_backward(scaled, self.tokens, len(total), -1, False)
+        return torch.ops.aten.embedding_dense_backward(scaled, self.tokens, self.vocabulary, -1, False)  # type: ignore[no-any-return]
 
     def without(self, spoiled: Tensor) -> Tokens:
-        return Tokens(cleared(self.g, spoiled), self.tokens, self.padding)
+        return Tokens(cleared(self.g, spoiled), self.tokens, self.vocabulary, self.padding)
 
     def _padded(self) -> Tensor:
         if self.padding < 0:
@@ -143,21 +141,20 @@ class Patches:
         found = [_grouped_norms(part, self.groups) for part in self._outer()]
         return torch.cat(found) if found else torch.zeros(0, device=self.g.device)
 
-    def add_to(self, total: Tensor, weights: Tensor) -> None:
-        flat = total.view(self.groups, -1, total[0].numel())
-        first = 0
+    def sum(self, weights: Tensor) -> Tensor:
+        found, first = torch.zeros((), device=weights.device), 0
         for part in self._outer():
             chosen = weights[first : first + part.units // self.groups]
             first += len(chosen)
-            values = _whole(part).unflatten(0, (-1, self.groups)).to(total.dtype)
-            flat.view(-1).addmv_(values.flatten(1).t(), chosen.to(total.dtype))
+            found = found + _sum_of_rows(whole(part).reshape(len(chosen), -1), chosen)
+        return found
 
     def without(self, spoiled: Tensor) -> Patches:
         return Patches(cleared(self.g, spoiled), cleared(self.x, spoiled), self.unfold, self.groups)
 
     def rows(self, shape: torch.Size) -> Rows:
         """The per-unit gradients, to be kept instead of this piece."""
-        made = [_whole(part).reshape(-1, *shape) for part in self._outer()]
+        made = [whole(part).reshape(-1, *shape) for part in self._outer()]
         return Rows(torch.cat(made) if made else self.g.new_zeros(0, *shape))
 
     def _outer(self) -> Iterator[Outer]:
@@ -187,9 +184,8 @@ class Stacked:
     def norms(self) -> Tensor:
         return torch.linalg.vector_norm(torch.stack([part.norms() for part in self.parts]), dim=0)
 
-    def add_to(self, total: Tensor, weights: Tensor) -> None:
-        for part, block in zip(self.parts, total.chunk(len(self.parts)), strict=True):
-            part.add_to(block, weights)
+    def sum(self, weights: Tensor) -> Tensor:
+        return torch.cat([part.sum(weights).reshape(-1) for part in self.parts])
 
     def without(self, spoiled: Tensor) -> Stacked:
         return Stacked([part.without(spoiled) for part in self.parts])
@@ -203,14 +199,14 @@ def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
     return Outer(g.reshape(units * groups, -1, g.shape[-1]), a.reshape(units * groups, -1, a.shape[-1]))
 
 
-def _whole(part: Outer) -> Tensor:
+def whole(part: Outer) -> Tensor:
     """(units, outputs, inputs) the per-unit gradients, made by one batched product: the same bits every time."""
     return torch.bmm(part.g.transpose(1, 2), part.a)
 
 
 def _grouped_norms(part: Outer, groups: int) -> Tensor:
-    """Norms of whole per-unit gradients. `add_to` makes the same numbers again, so nothing has to be allowed for."""
-    return row_norms(_whole(part).view(part.units // groups, -1)).float()
+    """Norms of whole per-unit gradients. `sum` makes the same numbers again, so nothing has to be allowed for."""
+    return row_norms(whole(part).view(part.units // groups, -1)).float()
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
@@ -233,7 +229,7 @@ def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
     if isinstance(piece, Patches):
         return piece.rows(shape) if shape.numel() <= piece.g[0].numel() + piece.x[0].numel() else piece
     if piece.positions > 1 and shape.numel() <= piece.g[0].numel() + piece.a[0].numel():
-        return Rows(_whole(piece).view(-1, *shape))
+        return Rows(whole(piece).view(-1, *shape))
     return piece
 
 
@@ -241,19 +237,23 @@ def cleared(values: Tensor, spoiled: Tensor) -> Tensor:
     return values.masked_fill(spoiled.view(-1, *[1] * (values.dim() - 1)), 0.0)
 
 
+def _sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    if kernels.take(rows):
+        return kernels.sum_of_rows(rows.contiguous(), weights)
+    return torch.mv(wide(rows).t(), weights.to(torch.float64 if rows.dtype == torch.float64 else torch.float32))
+
+
 def _unit(values: Tensor) -> float:
     return float(torch.finfo(values.dtype).eps)
 
 
-def _wide(values: Tensor) -> Tensor:
+def wide(values: Tensor) -> Tensor:
+    """In float32, or float64 if it is that."""
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _add_product(total: Tensor, g: Tensor, a: Tensor) -> None:
-    """total += gᵀ a, added up in float32 whatever the precision of the factors."""
-    if g.dtype == total.dtype:
-        total.addmm_(g.t(), a)
-    elif g.is_cuda and g.dtype in (torch.bfloat16, torch.float16):
-        total += torch.mm(g.t(), a, out_dtype=torch.float32)
-    else:
-        total += (g.to(torch.float64) if g.dtype == torch.float64 else g.float()).t() @ _wide(a)
+def _product(g: Tensor, a: Tensor) -> Tensor:
+    """gᵀ a, added up in float32 or better whatever the precision of the factors."""
+    if g.is_cuda and g.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(g.t(), a, out_dtype=torch.float32)
+    return wide(g).t() @ wide(a)

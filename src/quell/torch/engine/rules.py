@@ -17,7 +17,7 @@ from torch.func import vjp, vmap
 from torch.nn import functional
 
 from quell.torch.engine import kernels
-from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Tokens, kept
+from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Tokens, kept, wide
 
 Pieces = Iterable[tuple[str, Piece]]
 Rule = Callable[[Any, tuple[Tensor, ...], tuple[Tensor, ...], int], Pieces]  # layer, inputs, gradients, rows of a unit
@@ -44,7 +44,7 @@ def embedding(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, .
     tokens = inputs[0].reshape(len(inputs[0]), -1)
     tokens = tokens.reshape(-1, rows * tokens.shape[1])
     padding = -1 if layer.padding_idx is None else int(layer.padding_idx)
-    yield "weight", Tokens(gradients[0].reshape(*tokens.shape, -1), tokens, padding)
+    yield "weight", Tokens(gradients[0].reshape(*tokens.shape, -1), tokens, layer.num_embeddings, padding)
 
 
 def convolution(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
@@ -61,16 +61,16 @@ def normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tenso
     shape = layer.weight.shape
     x = inputs[0].reshape(len(inputs[0]) // rows, -1, shape.numel())
     g = gradients[0].reshape(x.shape)
-    centred, eps = isinstance(layer, nn.LayerNorm), _epsilon(layer, x)
+    scales, shifts = kernels.scale_gradients(x, g, _epsilon(layer, x), isinstance(layer, nn.LayerNorm))
     if layer.weight.requires_grad:
-        yield "weight", Rows(kernels.scale_gradients(x, g, eps, centred).view(-1, *shape))
+        yield "weight", Rows(scales.view(-1, *shape))
     if getattr(layer, "bias", None) is not None and layer.bias.requires_grad:
-        yield "bias", Rows(summed(g).values.view(-1, *shape))
+        yield "bias", Rows(shifts.view(-1, *shape))
 
 
 def channel_normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
     """GroupNorm and InstanceNorm, whose scales belong to channels."""
-    x, g = _wide(inputs[0]), gradients[0]
+    x, g = wide(inputs[0]), gradients[0]
     g = g.reshape(len(g) // rows, rows, g.shape[1], -1)
     if isinstance(layer, nn.GroupNorm):
         x = functional.group_norm(x, layer.num_groups, eps=layer.eps)
@@ -104,14 +104,13 @@ def by_torch_func(layer: nn.Module, call: Callable[..., Any], inputs: Any, gradi
         warnings.filterwarnings("ignore", "There is a performance drop")  # for layers that vmap runs row by row
         found = vmap(one, in_dims=(None, 0, *mapped), randomness="error")(own, tuple(gradients), *inputs)
     for name, value in found.items():
-        yield name, Rows(_wide(value).unflatten(0, (-1, rows)).sum(1))
+        yield name, Rows(wide(value).unflatten(0, (-1, rows)).sum(1))
 
 
 def positions(values: Tensor, rows: int) -> Tensor:
     """(units, positions, features): all rows and positions of a unit in a line."""
-    width = values.shape[-1]
-    inside = values[0].numel() // max(1, width) if len(values) else 1
-    return values.reshape(len(values) // rows, rows * inside, width)
+    units, width = values.shape[0] // rows, values.shape[-1]
+    return values.reshape(units, values.numel() // (units * width) if units else rows, width)
 
 
 def _bias(layer: Any, g: Tensor) -> Pieces:
@@ -157,10 +156,6 @@ def _epsilon(layer: Any, x: Tensor) -> float:
 
 def _has_rows(value: Any, examples: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == examples
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 RULES: dict[type[nn.Module], Rule] = {

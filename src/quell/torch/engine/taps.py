@@ -28,6 +28,12 @@ def tap(outputs: Sequence[Tensor], inputs: Sequence[Tensor], anchor: Tensor, arr
     return made
 
 
+def tapped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, arrived: Arrived) -> Tensor:
+    """x weightᵀ + bias with a tap behind it, in one: most layers are linear, and every node costs the host time."""
+    made: Tensor = _Linear.apply(arrived, x, weight.detach(), None if bias is None else bias.detach(), anchor)
+    return made
+
+
 def per_row(parameter: Tensor, rows: int, arrived: Arrived) -> Tensor:
     """A parameter of shape (1, ...) as (rows, ...), whose gradient arrives row by row."""
     made: Tensor = _PerRow.apply(arrived, rows, parameter)
@@ -60,6 +66,30 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.arrived(ctx.saved_tensors, gradients)
         return (None, None, *gradients, *[None] * ctx.others)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arrived: Arrived, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor) -> Any:
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        ctx.arrived = arrived
+        ctx.save_for_backward(x, weight)
+        flat = x.reshape(-1, x.shape[-1])
+        with torch.autocast(kind, enabled=False):
+            y = flat @ weight.t() if bias is None else torch.addmm(bias, flat, weight.t())
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # no view: it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        (g,) = gradients
+        ctx.arrived((x,), gradients)
+        back = (g.reshape(-1, g.shape[-1]) @ weight).view(x.shape) if ctx.needs_input_grad[1] else None
+        return None, back, None, None, None
 
 
 class _PerRow(torch.autograd.Function):
