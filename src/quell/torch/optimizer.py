@@ -156,6 +156,7 @@ class PrivateOptimizer(Optimizer):
         """The wrapped optimizer's state and the noise's. Sharded tensors are gathered: then call it on all ranks."""
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
+        self._engine.require_bounded()
         saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
         own = {
             "weights": self._weights(),

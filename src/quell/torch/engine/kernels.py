@@ -7,14 +7,16 @@ Every result is the same each time: partial results are written apart and added 
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quell.torch.engine.bounds import UNDERFLOW
 
 _TILE, _DEPTH = 128, 64  # of the matrix products: rows and columns, and how deep one step of the loop goes
+_PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num_stages": 4}
 _ROUNDING = 2.0**-23  # tensor cores cut off instead of rounding
 _CHUNK = 1024  # as in triton_kernels.py
 _BLOCK = 1024  # elements of a program that adds up rows
@@ -24,56 +26,53 @@ interpreted = False  # whether CPU tensors go through Triton's interpreter: for 
 
 def take(*values: Tensor) -> bool:
     """Whether the kernels can take these."""
-    device = all(value.is_cuda for value in values) or interpreted
-    return device and all(value.dtype in (torch.bfloat16, torch.float16) for value in values) and values[0].numel() > 0
+    if not all(value.is_cuda or interpreted for value in values) or _triton() is None:
+        return False
+    return all(value.dtype in (torch.bfloat16, torch.float16) for value in values) and values[0].numel() > 0
 
 
 def gram_norms(g: Tensor, a: Tensor) -> Tensor:
     """(units,) a bound of |Σ_t g_t a_tᵀ| by Gram matrices, of which no entry leaves the multiprocessor."""
-    g, a = g.contiguous(), a.contiguous()
-    units, positions, outputs = g.shape
+    (units, positions, outputs), inputs = g.shape, a.shape[2]
     pairs = _pairs(positions)
     found = torch.empty(2, units, pairs, device=g.device)
     _triton().gram[(pairs, units)](
-        g, a, found, positions, outputs, a.shape[2], pairs, TILE=_TILE, DEPTH=_DEPTH, num_warps=8, num_stages=3
+        _described(g, _TILE, _DEPTH), _described(a, _TILE, _DEPTH), found, outputs, inputs, pairs, **_PRODUCT
     )
-    return _bounded(found, outputs, a.shape[2])
+    return _bounded(found, outputs, inputs)
 
 
 def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
     """(units,) a bound of the norm of an embedding's gradient: Gram entries of equal tokens, added up."""
-    g, tokens = g.contiguous(), tokens.contiguous()
     units, positions, width = g.shape
     pairs = _pairs(positions)
     found = torch.empty(2, units, pairs, device=g.device)
     _triton().token_gram[(pairs, units)](
-        g, tokens, found, positions, width, pairs, TILE=_TILE, DEPTH=_DEPTH, num_warps=8, num_stages=3
+        _described(g, _TILE, _DEPTH), tokens.contiguous(), found, positions, width, pairs, **_PRODUCT
     )
     return _bounded(found, width)
 
 
 def direct_norms(g: Tensor, a: Tensor) -> Tensor:
-    """(units,) |Σ_t g_t a_tᵀ| by the very tiles that `add_weighted` adds up."""
-    g, a = g.contiguous(), a.contiguous()
-    units, positions, outputs = g.shape
-    tiles = -(-outputs // _TILE) * -(-a.shape[2] // _TILE)
+    """(units,) |Σ_t g_t a_tᵀ| by the very tiles that `weighted_sum` adds up."""
+    (units, positions, outputs), inputs = g.shape, a.shape[2]
+    tiles = -(-outputs // _TILE) * -(-inputs // _TILE)
     squares = torch.empty(units, tiles, device=g.device)
     _triton().direct[(tiles, units)](
-        g, a, squares, positions, outputs, a.shape[2], tiles, TILE=_TILE, DEPTH=_DEPTH, num_warps=8, num_stages=3
+        _described(g, _DEPTH, _TILE), _described(a, _DEPTH, _TILE), squares, positions, outputs, inputs, tiles, **_PRODUCT
     )
-    return squares.double().sum(1).sqrt().float()
+    return squares.sum(1, dtype=torch.float64).sqrt().float()
 
 
 def weighted_sum(g: Tensor, a: Tensor, weights: Tensor) -> Tensor:
     """Σ_u weights_u Σ_t g_t a_tᵀ: each unit's tile is finished before it meets its weight, in float32."""
-    g, a = g.contiguous(), a.contiguous()
-    units, positions, outputs = g.shape
-    tiles = -(-outputs // _TILE) * -(-a.shape[2] // _TILE)
+    (units, positions, outputs), inputs = g.shape, a.shape[2]
+    tiles = -(-outputs // _TILE) * -(-inputs // _TILE)
     splits = max(1, min(units, _WAVES * _multiprocessors(g.device) // tiles))
-    parts = torch.empty(splits, outputs, a.shape[2], device=g.device)
+    parts = torch.empty(splits, outputs, inputs, device=g.device)
     _triton().weighted[(tiles, splits)](
-        g, a, weights, parts, units, positions, outputs, a.shape[2], -(-units // splits),
-        TILE=_TILE, DEPTH=_DEPTH, num_warps=8, num_stages=3,
+        _described(g, _DEPTH, _TILE), _described(a, _DEPTH, _TILE), weights, parts, units, positions, outputs, inputs,
+        -(-units // splits), **_PRODUCT,
     )  # fmt: skip
     return parts[0] if splits == 1 else parts.sum(0)
 
@@ -89,7 +88,7 @@ def sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
 def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """(units, width) the gradients of scale and shift of a normalisation over the last dimension, unit by unit."""
     units, positions, width = x.shape
-    if not (x.is_cuda or interpreted) or x.dtype == torch.float64 or width > 1 << 14 or not x.numel():
+    if not (x.is_cuda or interpreted) or _triton() is None or x.dtype == torch.float64 or width > 1 << 14 or not x.numel():
         wide = x if x.dtype == torch.float64 else x.float()
         if centred:
             wide = wide - wide.mean(-1, keepdim=True)
@@ -104,6 +103,16 @@ def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Te
         CENTRED=centred, BLOCK=block, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
     return found[0].sum(1), found[1].sum(1)
+
+
+def _described(values: Tensor, rows: int, columns: int) -> Any:
+    """A tensor descriptor that loads (1, rows, columns); it wants rows that start at multiples of 16 bytes."""
+    if values.shape[2] % 8:
+        values = functional.pad(values, (0, -values.shape[2] % 8))
+    values = values.contiguous()
+    if values.data_ptr() % 16:
+        values = values.clone()
+    return _descriptor()(values, values.shape, values.stride(), [1, rows, columns])
 
 
 def _pairs(positions: int) -> int:
@@ -134,7 +143,19 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _triton() -> ModuleType:
-    from quell.torch.engine import triton_kernels
+def _triton() -> Any:
+    """The kernels, or None where there is no Triton with tensor descriptors."""
+    try:
+        import triton.tools.tensor_descriptor  # noqa: F401
 
+        from quell.torch.engine import triton_kernels
+    except ImportError:
+        return None
     return triton_kernels
+
+
+@cache
+def _descriptor() -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor

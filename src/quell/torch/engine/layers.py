@@ -27,14 +27,14 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
-from quell.torch.clipping import Clipped, clip_factors, norm_of
+from quell.torch.clipping import clip_factors, norm_of
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine, is_differentiable
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Piece, Rows, merged, wide
-from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, embedding, linear, rule_for
+from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, by_unit, embedding, linear, rule_for
 from quell.torch.engine.taps import Arrived, per_row, swapped, tap, tapped_linear
 from quell.torch.sharding import copies, is_sharded, own_share
 
@@ -77,6 +77,7 @@ class LayerEngine(Engine):
         self._outer: dict[int, int] = {}  # of a backward pass inside another, which reentrant checkpoints have
         self._missing = set(self.params)  # that no backward pass has brought a gradient for yet
         self._first = None if self.sharded else FirstBatch(self)
+        self._last_sum: tuple[Tensor, int] | None = None  # its norm, not looked at yet, and how many examples it has
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._end)
         names = {id(parameter): name for name, parameter in self.params.items()}
@@ -318,14 +319,32 @@ class LayerEngine(Engine):
         present, examples = self.present(count)
         if present is not None:
             factors = factors * present
-        clipped = self._sums_of(pieces, factors, examples)
-        if not math.isfinite(clipped.norm):
+        if not self._look(torch.isfinite(norms).all()):
             spoiled = ~torch.isfinite(norms)
-            clean = {names: [piece.without(spoiled) for piece in parts] for names, parts in pieces.items()}
-            clipped = self._sums_of(clean, factors, examples)
-        self._take(examples, clipped)
+            pieces = {names: [piece.without(spoiled) for piece in parts] for names, parts in pieces.items()}
+        sums = self._sums_of(pieces, factors)
+        if self.sharded:
+            self._require_bounded(*self._norm_over_ranks(sums, examples))
+        else:
+            self._last_sum = norm_of(sums.values()), examples
+        self._add(examples, sums)
 
-    def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor, examples: int) -> Clipped:
+    def _look(self, all_finite: Tensor) -> bool:
+        """The one look at the device in a step: are all norms finite, and was the sum before this one bounded?
+
+        Were the sum at hand looked at, the device would stand idle until the host has sent the rest of the step.
+        """
+        norm, examples = self._last_sum or (torch.zeros_like(all_finite), 0)
+        finite, norm_before = torch.stack([all_finite.double(), norm.double()]).tolist()
+        self._last_sum = None
+        self._require_bounded(norm_before, examples)
+        return bool(finite)
+
+    def require_bounded(self) -> None:
+        if self._last_sum is not None:
+            self._look(torch.ones((), device=self._last_sum[0].device))
+
+    def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor) -> dict[str, Tensor]:
         sums = {}
         for names, parts in pieces.items():
             first, *others = [piece.sum(factors) for piece in parts]
@@ -335,14 +354,16 @@ class LayerEngine(Engine):
             for name, total in zip(names, first.view(-1).split(sizes), strict=True):
                 parameter = self.params[name]
                 sums[name] = own_share(total.view(parameter.shape).float(), parameter)
-        if not self.sharded:
-            return Clipped(sums, examples, float(norm_of(sums.values())))
-        both = torch.tensor([0.0, examples], dtype=torch.float64, device=factors.device)
+        return sums
+
+    def _norm_over_ranks(self, sums: Mapping[str, Tensor], examples: int) -> tuple[float, int]:
+        """The norm of sharded sums, and of how many examples on all ranks they are."""
+        both = torch.tensor([0.0, examples], dtype=torch.float64, device=next(iter(sums.values())).device)
         for name, total in sums.items():
             both[0] += norm_of([total]).to(both).square() / copies(self.params[name], world()[1])
         sum_over_ranks([both])
         square, number = both.tolist()
-        return Clipped(sums, int(number), math.sqrt(square))
+        return math.sqrt(square), int(number)
 
 
 def gathered(found: Found) -> dict[Names, list[Piece]]:
@@ -394,6 +415,6 @@ class _Forward:
 
 def _row_rule(name: str) -> Rule:
     def rule(layer: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
-        yield name, Rows(gradients[0].unflatten(0, (-1, rows)).sum(1).unsqueeze(1))
+        yield name, Rows(by_unit(gradients[0], rows).sum(1).unsqueeze(1))
 
     return rule

@@ -20,6 +20,8 @@ from quell.torch.engine.bounds import gram_norms, token_norms
 
 _MOST_NUMBERS = 1 << 26  # that a chunk of per-unit gradients or unfolded images may have
 
+_WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
+
 
 class Piece(Protocol):
     @property
@@ -130,7 +132,8 @@ class Patches:
 
     g: Tensor  # (units, rows of one unit, channels out, *places)
     x: Tensor  # (units, rows of one unit, channels in, *places)
-    unfold: Callable[[Tensor], Tensor]  # (rows, channels in, *places) to (rows, places, channels in × kernel)
+    unfold: Callable[[Tensor], Tensor]  # (rows, channels in, *places) to (rows, places, width)
+    width: int  # of a patch: channels in × kernel
     groups: int
 
     @property
@@ -150,7 +153,7 @@ class Patches:
         return found
 
     def without(self, spoiled: Tensor) -> Patches:
-        return Patches(cleared(self.g, spoiled), cleared(self.x, spoiled), self.unfold, self.groups)
+        return Patches(cleared(self.g, spoiled), cleared(self.x, spoiled), self.unfold, self.width, self.groups)
 
     def rows(self, shape: torch.Size) -> Rows:
         """The per-unit gradients, to be kept instead of this piece."""
@@ -159,16 +162,11 @@ class Patches:
 
     def _outer(self) -> Iterator[Outer]:
         """A few units at a time, each group of channels as a unit of its own."""
-        inside = self.g.shape[1] * self.g[0, 0, 0].numel() * self.unfolded_width if self.units else 1
-        weight = self.g.shape[2] * self.unfolded_width // self.groups
-        count = max(1, _MOST_NUMBERS // max(inside, weight, 1))
+        unfolded = self.g[:1, :, 0].numel() * self.width
+        weight = self.g.shape[2] * self.width // self.groups
+        count = max(1, _MOST_NUMBERS // max(unfolded, weight))
         for g, x in zip(self.g.split(count), self.x.split(count), strict=True):
             yield _as_outer(g, self.unfold(x.flatten(0, 1)), self.groups)
-
-    @property
-    def unfolded_width(self) -> int:
-        probe = self.unfold(self.x[:1, 0].new_empty(self.x[:1, 0].shape, device="meta"))
-        return int(probe.shape[2])
 
 
 @dataclass(eq=False)
@@ -227,8 +225,9 @@ def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
     if not piece.units:
         return Rows(piece.g.new_zeros(0, *shape))
     if isinstance(piece, Patches):
-        return piece.rows(shape) if shape.numel() <= piece.g[0].numel() + piece.x[0].numel() else piece
-    if piece.positions > 1 and shape.numel() <= piece.g[0].numel() + piece.a[0].numel():
+        return piece.rows(shape) if shape.numel() * piece.units <= piece.g.numel() + piece.x.numel() else piece
+    held = piece.g.numel() + piece.a.numel()
+    if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
         return Rows(whole(piece).view(-1, *shape))
     return piece
 

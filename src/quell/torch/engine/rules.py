@@ -6,6 +6,7 @@ piece) for the parameters that are trained. Layers without a rule take `by_torch
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -48,10 +49,11 @@ def embedding(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, .
 
 
 def convolution(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
-    g = gradients[0].unflatten(0, (-1, rows))
+    g = by_unit(gradients[0], rows)
     if layer.weight.requires_grad:
-        x = inputs[0].to(g.dtype).unflatten(0, (-1, rows))
-        yield "weight", kept(Patches(g, x, partial(_unfold, layer), layer.groups), layer.weight.shape)
+        x = by_unit(inputs[0].to(g.dtype), rows)
+        width = layer.in_channels * math.prod(layer.kernel_size)
+        yield "weight", kept(Patches(g, x, partial(_unfold, layer), width, layer.groups), layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
         yield "bias", summed(g.reshape(*g.shape[:3], -1).transpose(2, 3).flatten(1, 2))
 
@@ -104,7 +106,12 @@ def by_torch_func(layer: nn.Module, call: Callable[..., Any], inputs: Any, gradi
         warnings.filterwarnings("ignore", "There is a performance drop")  # for layers that vmap runs row by row
         found = vmap(one, in_dims=(None, 0, *mapped), randomness="error")(own, tuple(gradients), *inputs)
     for name, value in found.items():
-        yield name, Rows(wide(value).unflatten(0, (-1, rows)).sum(1))
+        yield name, Rows(by_unit(wide(value), rows).sum(1))
+
+
+def by_unit(values: Tensor, rows: int) -> Tensor:
+    """(units, rows of a unit, ...)."""
+    return values.reshape(values.shape[0] // rows, rows, *values.shape[1:])
 
 
 def positions(values: Tensor, rows: int) -> Tensor:
@@ -131,20 +138,11 @@ def _unfold(layer: Any, x: Tensor) -> Tensor:
     sizes, kernel = x.shape[2:], layer.kernel_size
     spans = [d * (k - 1) + 1 for k, d in zip(kernel, layer.dilation, strict=True)]
     places = [(n - s) // step + 1 for n, s, step in zip(sizes, spans, layer.stride, strict=True)]
-    if x.device.type == "meta":
-        return x.new_empty(len(x), _product(places), x.shape[1] * _product(kernel))
     strides = x.stride()
     moves = [s * step for s, step in zip(strides[2:], layer.stride, strict=True)]
     within = [s * d for s, d in zip(strides[2:], layer.dilation, strict=True)]
     view = x.as_strided((len(x), *places, x.shape[1], *kernel), (strides[0], *moves, strides[1], *within))
-    return view.reshape(len(x), _product(places), x.shape[1] * _product(kernel))
-
-
-def _product(values: Iterable[int]) -> int:
-    found = 1
-    for value in values:
-        found *= int(value)
-    return found
+    return view.reshape(len(x), math.prod(places), -1)
 
 
 def _epsilon(layer: Any, x: Tensor) -> float:

@@ -1,7 +1,7 @@
 """Triton kernels over units of positions: Gram norms, tiles of per-unit gradients, gradients of scales.
 
-Every program works for one unit, or adds up some units in their order. `G` is (units, positions, outputs), `A` is
-(units, positions, inputs), both contiguous.
+Every program works for one unit, or adds up some units in their order. `G` (units, positions, outputs) and `A` (units,
+positions, inputs) are tensor descriptors, so what lies beyond their ends reads as zero.
 """
 
 from __future__ import annotations
@@ -22,47 +22,53 @@ def _pair(number):
 
 
 @triton.jit
-def _products(X, r, c, T, D, TILE: tl.constexpr, DEPTH: tl.constexpr):
+def _products(X, unit, p, q, D, TILE: tl.constexpr, DEPTH: tl.constexpr):
     """(TILE, TILE) x_r · x_c for two blocks of positions, in short sums."""
-    k = tl.arange(0, DEPTH)
     total = tl.zeros((TILE, TILE), tl.float32)
     for first in range(0, D, CHUNK):
         part = tl.zeros((TILE, TILE), tl.float32)
         for d in range(first, tl.minimum(first + CHUNK, D), DEPTH):
-            here = (d + k) < D
-            left = tl.load(X + r[:, None] * D + (d + k)[None, :], mask=(r[:, None] < T) & here[None, :], other=0.0)
-            right = tl.load(X + c[None, :] * D + (d + k)[:, None], mask=(c[None, :] < T) & here[:, None], other=0.0)
-            part = tl.dot(left, right, part)
+            left = X.load([unit, p * TILE, d]).reshape(TILE, DEPTH)
+            right = X.load([unit, q * TILE, d]).reshape(TILE, DEPTH)
+            part = tl.dot(left, tl.trans(right), part)
         total += part
     return total
 
 
 @triton.jit
-def gram(G, A, found, T, O, I, pairs, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    number, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+def _lengths(x, p, q, TILE: tl.constexpr):
+    """The norms of a block's positions, on the diagonal; elsewhere zero."""
+    k = tl.arange(0, TILE)
+    return tl.sqrt(tl.where((k[:, None] == k[None, :]) & (p == q), x, 0.0))
+
+
+@triton.jit
+def _put(found, number, unit, pairs, p, q, square, size):
+    """Pairs of different blocks count twice."""
+    tl.store(found + unit * pairs + number, tl.where(p == q, 1.0, 2.0) * square)
+    tl.store(found + (tl.num_programs(1) + unit) * pairs + number, size)
+
+
+@triton.jit
+def gram(G, A, found, O, I, pairs, TILE: tl.constexpr, DEPTH: tl.constexpr):
+    number, unit = tl.program_id(0), tl.program_id(1)
     p, q = _pair(number)
-    r, c = p * TILE + tl.arange(0, TILE), q * TILE + tl.arange(0, TILE)
-    x = _products(G + unit * T * O, r, c, T, O, TILE, DEPTH)
-    y = _products(A + unit * T * I, r, c, T, I, TILE, DEPTH)
-    twice = tl.where(p == q, 1.0, 2.0)
-    tl.store(found + unit * pairs + number, twice * tl.sum(x * y))
-    same = (r[:, None] == c[None, :]) & (p == q)
-    lengths = tl.sqrt(tl.where(same, x, 0.0)) * tl.sqrt(tl.where(same, y, 0.0))
-    tl.store(found + (tl.num_programs(1) + unit) * pairs + number, tl.sum(lengths))
+    x = _products(G, unit, p, q, O, TILE, DEPTH)
+    y = _products(A, unit, p, q, I, TILE, DEPTH)
+    size = tl.sum(_lengths(x, p, q, TILE) * _lengths(y, p, q, TILE))
+    _put(found, number, unit, pairs, p, q, tl.sum(x * y), size)
 
 
 @triton.jit
 def token_gram(G, tokens, found, T, O, pairs, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    number, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    number, unit = tl.program_id(0), tl.program_id(1)
     p, q = _pair(number)
+    x = _products(G, unit, p, q, O, TILE, DEPTH)
     r, c = p * TILE + tl.arange(0, TILE), q * TILE + tl.arange(0, TILE)
-    x = _products(G + unit * T * O, r, c, T, O, TILE, DEPTH)
     left = tl.load(tokens + unit * T + r, mask=r < T, other=-1)
     right = tl.load(tokens + unit * T + c, mask=c < T, other=-2)
-    twice = tl.where(p == q, 1.0, 2.0)
-    tl.store(found + unit * pairs + number, twice * tl.sum(tl.where(left[:, None] == right[None, :], x, 0.0)))
-    same = (r[:, None] == c[None, :]) & (p == q)
-    tl.store(found + (tl.num_programs(1) + unit) * pairs + number, tl.sum(tl.sqrt(tl.where(same, x, 0.0))))
+    equal = tl.sum(tl.where(left[:, None] == right[None, :], x, 0.0))
+    _put(found, number, unit, pairs, p, q, equal, tl.sum(_lengths(x, p, q, TILE)))
 
 
 @triton.jit
@@ -76,29 +82,30 @@ def bounded(found, norms, units, pairs, rounding, underflow, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _operands(G, A, unit, t, m, n, T, O, I, DEPTH: tl.constexpr):
-    """A step of Σ_t g_t a_tᵀ: (TILE, DEPTH) of gᵀ and (DEPTH, TILE) of a. Positions past the end are zero."""
-    k = t + tl.arange(0, DEPTH)
-    base = unit * tl.full((), T, tl.int64)
-    g = tl.load(G + base * O + k[:, None] * O + m[None, :], mask=(k[:, None] < T) & (m[None, :] < O), other=0.0)
-    a = tl.load(A + base * I + k[:, None] * I + n[None, :], mask=(k[:, None] < T) & (n[None, :] < I), other=0.0)
-    return tl.trans(g), a
+def _tile(number, O, I, TILE: tl.constexpr):
+    """Which tile of the weight a program has: eight rows of tiles at a time, whose factors stay in the cache."""
+    down, across = tl.cdiv(O, TILE), tl.cdiv(I, TILE)
+    group = number // (8 * across)
+    rows = tl.minimum(down - group * 8, 8)
+    within = number % (8 * across)
+    return (group * 8 + within % rows) * TILE, (within // rows) * TILE
 
 
 @triton.jit
-def _tile(number, O, I, TILE: tl.constexpr):
-    across = tl.cdiv(I, TILE)
-    return (number // across) * TILE + tl.arange(0, TILE), (number % across) * TILE + tl.arange(0, TILE)
+def _step(G, A, unit, t, m, n, tile, TILE: tl.constexpr, DEPTH: tl.constexpr):
+    """tile + Σ_t g_t a_tᵀ over a few positions. Positions past the end of the unit are zero."""
+    g = G.load([unit, t, m]).reshape(DEPTH, TILE)
+    a = A.load([unit, t, n]).reshape(DEPTH, TILE)
+    return tl.dot(tl.trans(g), a, tile)
 
 
 @triton.jit
 def direct(G, A, squares, T, O, I, tiles, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    number, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    number, unit = tl.program_id(0), tl.program_id(1)
     m, n = _tile(number, O, I, TILE)
     tile = tl.zeros((TILE, TILE), tl.float32)
     for t in range(0, T, DEPTH):
-        g, a = _operands(G, A, unit, t, m, n, T, O, I, DEPTH)
-        tile = tl.dot(g, a, tile)
+        tile = _step(G, A, unit, t, m, n, tile, TILE, DEPTH)
     tl.store(squares + unit * tiles + number, tl.sum(tile * tile))
 
 
@@ -113,12 +120,12 @@ def weighted(G, A, weights, parts, units, T, O, I, share, TILE: tl.constexpr, DE
     # One loop over units and positions, so that loads run ahead from one unit into the next.
     for step in range(0, tl.maximum(tl.minimum(share, units - first), 0) * steps):
         unit = first + step // steps
-        g, a = _operands(G, A, unit, (step % steps) * DEPTH, m, n, T, O, I, DEPTH)
-        tile = tl.dot(g, a, tile)
+        tile = _step(G, A, unit, (step % steps) * DEPTH, m, n, tile, TILE, DEPTH)
         if step % steps == steps - 1:
             weight = tl.load(weights + unit)
             total += tl.where(weight != 0.0, weight * tile, 0.0)
             tile = tl.zeros((TILE, TILE), tl.float32)
+    m, n = m + tl.arange(0, TILE), n + tl.arange(0, TILE)
     out = parts + split.to(tl.int64) * O * I + m[:, None].to(tl.int64) * I + n[None, :]
     tl.store(out, total, mask=(m[:, None] < O) & (n[None, :] < I))
 
