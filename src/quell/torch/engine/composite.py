@@ -66,7 +66,8 @@ def _projections(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor
     gs = [positions(g, rows) for g in gradients]
     if layer.in_proj_weight.requires_grad:
         pairs = zip(gs, (positions(x, rows) for x in inputs), strict=True)
-        yield "in_proj_weight", Stacked([Outer(g, a.to(g.dtype)) for g, a in pairs])
+        shape = layer.out_proj.weight.shape
+        yield "in_proj_weight", Stacked([kept(Outer(g, a.to(g.dtype)), shape) for g, a in pairs])
     if layer.in_proj_bias is not None and layer.in_proj_bias.requires_grad:
         yield "in_proj_bias", Rows(torch.cat([summed(g).values for g in gs], dim=1))
 

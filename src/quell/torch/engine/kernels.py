@@ -6,7 +6,9 @@ Every result is the same each time: partial results are written apart and added 
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ _PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num
 _ROUNDING = 2.0**-23  # tensor cores cut off instead of rounding
 _CHUNK = 1024  # as in triton_kernels.py
 _BLOCK = 1024  # elements of a program that adds up rows
-_WAVES = 4  # so many programs per multiprocessor keep a GPU busy
+Factors = tuple[Tensor, Tensor]  # g (units, positions, outputs) and a (units, positions, inputs)
 interpreted = False  # whether CPU tensors go through Triton's interpreter: for tests
 
 
@@ -31,14 +33,16 @@ def take(*values: Tensor) -> bool:
     return all(value.dtype in (torch.bfloat16, torch.float16) for value in values) and values[0].numel() > 0
 
 
-def gram_norms(g: Tensor, a: Tensor) -> Tensor:
-    """(units,) a bound of |Σ_t g_t a_tᵀ| by Gram matrices, of which no entry leaves the multiprocessor."""
+def gram_norms(pairs_of_factors: Sequence[Factors]) -> Tensor:
+    """(layers, units) bounds of |Σ_t g_t a_tᵀ| by Gram matrices, of which no entry leaves the multiprocessor."""
+    g, a = pairs_of_factors[0]
     (units, positions, outputs), inputs = g.shape, a.shape[2]
-    pairs = _pairs(positions)
-    found = torch.empty(2, units, pairs, device=g.device)
-    _triton().gram[(pairs, units)](
-        _described(g, _TILE, _DEPTH), _described(a, _TILE, _DEPTH), found, outputs, inputs, pairs, **_PRODUCT
-    )
+    pairs, layers = _pairs(positions), len(pairs_of_factors)
+    found = torch.empty(layers, 2, units, pairs, device=g.device)
+    with _table([factor for factors in pairs_of_factors for factor in factors]) as table:
+        _triton().gram[(pairs, units, layers)](
+            table, found, units, positions, outputs, inputs, pairs, TYPE=_type(g), **_PRODUCT
+        )
     return _bounded(found, outputs, inputs)
 
 
@@ -46,43 +50,48 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
     """(units,) a bound of the norm of an embedding's gradient: Gram entries of equal tokens, added up."""
     units, positions, width = g.shape
     pairs = _pairs(positions)
-    found = torch.empty(2, units, pairs, device=g.device)
-    _triton().token_gram[(pairs, units)](
-        _described(g, _TILE, _DEPTH), tokens.contiguous(), found, positions, width, pairs, **_PRODUCT
-    )
-    return _bounded(found, width)
+    found = torch.empty(1, 2, units, pairs, device=g.device)
+    with _table([g]) as table:
+        _triton().token_gram[(pairs, units)](
+            table, tokens.contiguous(), found, units, positions, width, pairs, TYPE=_type(g), **_PRODUCT
+        )
+    return _bounded(found, width)[0]
 
 
-def direct_norms(g: Tensor, a: Tensor) -> Tensor:
-    """(units,) |Σ_t g_t a_tᵀ| by the very tiles that `weighted_sum` adds up."""
+def weighted_sums(pairs_of_factors: Sequence[Factors], weights: Tensor) -> Tensor:
+    """(layers, outputs, inputs) Σ_u weights_u Σ_t g_t a_tᵀ: each unit's tile is finished before it meets its weight."""
+    g, a = pairs_of_factors[0]
     (units, positions, outputs), inputs = g.shape, a.shape[2]
     tiles = -(-outputs // _TILE) * -(-inputs // _TILE)
-    squares = torch.empty(units, tiles, device=g.device)
-    _triton().direct[(tiles, units)](
-        _described(g, _DEPTH, _TILE), _described(a, _DEPTH, _TILE), squares, positions, outputs, inputs, tiles, **_PRODUCT
-    )
-    return squares.sum(1, dtype=torch.float64).sqrt().float()
+    sums = torch.empty(len(pairs_of_factors), outputs, inputs, device=g.device)
+    with _table([factor for factors in pairs_of_factors for factor in factors]) as table:
+        _triton().weighted[(tiles, len(pairs_of_factors))](
+            table, weights, sums, units, positions, outputs, inputs, TYPE=_type(g), **_PRODUCT
+        )
+    return sums
 
 
-def weighted_sum(g: Tensor, a: Tensor, weights: Tensor) -> Tensor:
-    """Σ_u weights_u Σ_t g_t a_tᵀ: each unit's tile is finished before it meets its weight, in float32."""
-    (units, positions, outputs), inputs = g.shape, a.shape[2]
-    tiles = -(-outputs // _TILE) * -(-inputs // _TILE)
-    splits = max(1, min(units, _WAVES * _multiprocessors(g.device) // tiles))
-    parts = torch.empty(splits, outputs, inputs, device=g.device)
-    _triton().weighted[(tiles, splits)](
-        _described(g, _DEPTH, _TILE), _described(a, _DEPTH, _TILE), weights, parts, units, positions, outputs, inputs,
-        -(-units // splits), **_PRODUCT,
-    )  # fmt: skip
-    return parts[0] if splits == 1 else parts.sum(0)
+def row_norms(rows: Sequence[Tensor]) -> Tensor:
+    """(layers, units) norms of rows (units, size), one such tensor per layer."""
+    units, size = rows[0].shape
+    parts = max(1, min(size // (4 * _BLOCK), 4 * _multiprocessors(rows[0].device) // (units * len(rows))))
+    found = torch.empty(len(rows), units, parts, device=rows[0].device)
+    with _table(rows, aligned=False) as table:
+        _triton().squared_rows[(parts, units, len(rows))](
+            table, found, size, units, parts, -(-size // parts), TYPE=_type(rows[0]), BLOCK=_BLOCK, num_warps=4
+        )
+    return found.sum(2, dtype=torch.float64).sqrt().float()
 
 
-def sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
-    """Σ_u weights_u rows_u, without a float32 copy of the rows."""
-    units, size = rows.shape
-    found = torch.empty(size, device=rows.device)
-    _triton().weighted_rows[(-(-size // _BLOCK),)](rows, weights, found, units, size, BLOCK=_BLOCK, num_warps=4)
-    return found
+def sums_of_rows(rows: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """(layers, size) Σ_u weights_u rows_u, without a float32 copy of the rows."""
+    units, size = rows[0].shape
+    sums = torch.empty(len(rows), size, device=rows[0].device)
+    with _table(rows, aligned=False) as table:
+        _triton().weighted_rows[(-(-size // _BLOCK), len(rows))](
+            table, weights, sums, units, size, TYPE=_type(rows[0]), BLOCK=_BLOCK, num_warps=4
+        )
+    return sums
 
 
 def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
@@ -105,14 +114,29 @@ def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Te
     return found[0].sum(1), found[1].sum(1)
 
 
-def _described(values: Tensor, rows: int, columns: int) -> Any:
-    """A tensor descriptor that loads (1, rows, columns); it wants rows that start at multiples of 16 bytes."""
+@contextmanager
+def _table(tensors: Sequence[Tensor], aligned: bool = True) -> Iterator[Tensor]:
+    """The addresses of tensors, on their device, while they are held. Rows start at multiples of 16 bytes if aligned."""
+    held = [_aligned(tensor) if aligned else tensor.contiguous() for tensor in tensors]
+    _triton().triton.set_allocator(partial(_workspace, device=held[0].device))
+    yield torch.tensor([tensor.data_ptr() for tensor in held], dtype=torch.int64).to(held[0].device)
+
+
+def _aligned(values: Tensor) -> Tensor:
     if values.shape[2] % 8:
         values = functional.pad(values, (0, -values.shape[2] % 8))
     values = values.contiguous()
-    if values.data_ptr() % 16:
-        values = values.clone()
-    return _descriptor()(values, values.shape, values.stride(), [1, rows, columns])
+    return values.clone() if values.data_ptr() % 16 else values
+
+
+def _workspace(size: int, alignment: int, stream: int | None, device: torch.device) -> Tensor:
+    """Where a kernel puts its tensor descriptors."""
+    return torch.empty(size, dtype=torch.int8, device=device)
+
+
+def _type(values: Tensor) -> Any:
+    language = _triton().tl
+    return {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[values.dtype]
 
 
 def _pairs(positions: int) -> int:
@@ -122,13 +146,14 @@ def _pairs(positions: int) -> int:
 
 
 def _bounded(found: Tensor, *widths: int) -> Tensor:
-    """The norm from sums of Gram products, each of which may be off by so many roundings of |g_t||g_s||a_t||a_s|."""
+    """Norms from sums of Gram products, each of which may be off by so many roundings of |g_t||g_s||a_t||a_s|."""
     # 16 products enter a sum at once, with two roundings at most, in chunks that are added up; then come the pairs.
     roundings = sum(min(width, _CHUNK) // 8 + -(-width // _CHUNK) + 1 for width in widths) + 32
-    units, pairs = found.shape[1:]
-    norms = torch.empty(units, device=found.device)
-    _triton().bounded[(units,)](
-        found, norms, units, pairs, roundings * _ROUNDING, UNDERFLOW * sum(widths), BLOCK=max(2, _power_of_two(pairs))
+    layers, _, units, pairs = found.shape
+    norms = torch.empty(layers, units, device=found.device)
+    block = max(2, _power_of_two(pairs))
+    _triton().bounded[(units, layers)](
+        found, norms, units, pairs, roundings * _ROUNDING, UNDERFLOW * sum(widths), BLOCK=block
     )
     return norms
 
@@ -146,16 +171,7 @@ def _multiprocessors(device: torch.device) -> int:
 def _triton() -> Any:
     """The kernels, or None where there is no Triton with tensor descriptors."""
     try:
-        import triton.tools.tensor_descriptor  # noqa: F401
-
         from quell.torch.engine import triton_kernels
     except ImportError:
         return None
-    return triton_kernels
-
-
-@cache
-def _descriptor() -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor
+    return triton_kernels if hasattr(triton_kernels.tl, "make_tensor_descriptor") else None

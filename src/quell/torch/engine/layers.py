@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from quell.torch.engine.base import Engine, is_differentiable
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.composite import COMPOSITES
-from quell.torch.engine.pieces import Piece, Rows, merged, wide
+from quell.torch.engine.pieces import Piece, Rows, merged, norms_of, sums_of, wide
 from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, by_unit, embedding, linear, rule_for
 from quell.torch.engine.taps import Arrived, per_row, swapped, tap, tapped_linear
 from quell.torch.sharding import copies, is_sharded, own_share
@@ -314,7 +315,7 @@ class LayerEngine(Engine):
             first, self._first = self._first, None
             first.compare()
         scale = count if self.mean_loss else 1 / self.rows_per_unit
-        norms = norms_of(pieces.values()) * scale
+        norms = whole_norms(pieces.values()) * scale
         factors = clip_factors(norms * (1 + 1e-5), self.max_grad_norm) * scale
         present, examples = self.present(count)
         if present is not None:
@@ -345,11 +346,12 @@ class LayerEngine(Engine):
             self._look(torch.ones((), device=self._last_sum[0].device))
 
     def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor) -> dict[str, Tensor]:
+        made = iter(sums_of([piece for parts in pieces.values() for piece in parts], factors))
         sums = {}
         for names, parts in pieces.items():
-            first, *others = [piece.sum(factors) for piece in parts]
+            first, *others = islice(made, len(parts))
             for other in others:
-                first += other
+                first = first + other
             sizes = [self.params[name].numel() for name in names]
             for name, total in zip(names, first.view(-1).split(sizes), strict=True):
                 parameter = self.params[name]
@@ -383,9 +385,11 @@ def gathered(found: Found) -> dict[Names, list[Piece]]:
     return pieces
 
 
-def norms_of(pieces: Iterable[list[Piece]]) -> Tensor:
-    """(units,) a bound of every unit's norm over all parameters."""
-    norms = [sum((piece.norms() for piece in rest), first.norms()) for first, *rest in pieces]
+def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
+    """(units,) a bound of every unit's norm over all parameters; several pieces of one parameter add theirs."""
+    groups = list(pieces)
+    made = iter(norms_of([piece for parts in groups for piece in parts]))
+    norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 

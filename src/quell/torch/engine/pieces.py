@@ -7,9 +7,9 @@ What privacy rests on is that the first bounds what the second adds (docs/pytorc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,13 +80,12 @@ class Outer:
             # The sum multiplies g by the weight in g's own precision: one rounding of every entry.
             return row_norms(self.g[:, 0]).float() * row_norms(self.a[:, 0]).float() * (1 + _unit(self.g))
         if kernels.take(self.g, self.a):
-            narrow = self.positions * (self.g.shape[2] + self.a.shape[2]) < 2 * self.g.shape[2] * self.a.shape[2]
-            return kernels.gram_norms(self.g, self.a) if narrow else kernels.direct_norms(self.g, self.a)
+            return kernels.gram_norms([(self.g, self.a)])[0]
         return gram_norms(wide(self.g), wide(self.a))
 
     def sum(self, weights: Tensor) -> Tensor:
         if self.positions > 1 and kernels.take(self.g, self.a):
-            return kernels.weighted_sum(self.g, self.a, weights)
+            return kernels.weighted_sums([(self.g, self.a)], weights)[0]
         g, a = (self.g, self.a) if self.positions == 1 else (wide(self.g), wide(self.a))
         scaled = g * weights.to(g.dtype)[:, None, None]
         return _product(scaled.flatten(0, 1), a.flatten(0, 1))
@@ -207,6 +206,43 @@ def _grouped_norms(part: Outer, groups: int) -> Tensor:
     return row_norms(whole(part).view(part.units // groups, -1)).float()
 
 
+def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
+    """The norms of many pieces, those of one shape by one launch, because every launch costs the host time."""
+    found: dict[int, Tensor] = {}
+    for group in _groups(pieces):
+        first = pieces[group[0]]
+        if isinstance(first, Outer):
+            norms = kernels.gram_norms([(pieces[i].g, pieces[i].a) for i in group])  # type: ignore[attr-defined]
+        else:
+            norms = kernels.row_norms([pieces[i].values.flatten(1) for i in group])  # type: ignore[attr-defined]
+        found.update(zip(group, norms, strict=True))
+    return [found[i] if i in found else piece.norms() for i, piece in enumerate(pieces)]
+
+
+def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
+    """The weighted sums of many pieces, likewise."""
+    found: dict[int, Tensor] = {}
+    for group in _groups(pieces):
+        first = pieces[group[0]]
+        if isinstance(first, Outer):
+            sums = kernels.weighted_sums([(pieces[i].g, pieces[i].a) for i in group], weights)  # type: ignore[attr-defined]
+        else:
+            sums = kernels.sums_of_rows([pieces[i].values.flatten(1) for i in group], weights)  # type: ignore[attr-defined]
+        found.update(zip(group, sums, strict=True))
+    return [found[i] if i in found else piece.sum(weights) for i, piece in enumerate(pieces)]
+
+
+def _groups(pieces: Sequence[Piece]) -> Iterable[list[int]]:
+    """Places of pieces that one kernel can serve together: of one kind and one shape."""
+    found: dict[Any, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        if isinstance(piece, Outer) and piece.positions > 1 and kernels.take(piece.g, piece.a):
+            found.setdefault((piece.g.shape, piece.a.shape, piece.g.dtype), []).append(place)
+        elif isinstance(piece, Rows) and kernels.take(piece.values):
+            found.setdefault((piece.units, piece.values.numel(), piece.values.dtype), []).append(place)
+    return found.values()
+
+
 def merged(pieces: list[Piece]) -> list[Piece]:
     """The pieces of one parameter as one piece where that makes the norm exact.
 
@@ -238,7 +274,7 @@ def cleared(values: Tensor, spoiled: Tensor) -> Tensor:
 
 def _sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
     if kernels.take(rows):
-        return kernels.sum_of_rows(rows.contiguous(), weights)
+        return kernels.sums_of_rows([rows], weights)[0]
     return torch.mv(wide(rows).t(), weights.to(torch.float64 if rows.dtype == torch.float64 else torch.float32))
 
 

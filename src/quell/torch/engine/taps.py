@@ -79,8 +79,7 @@ class _Linear(torch.autograd.Function):
         ctx.arrived = arrived
         ctx.save_for_backward(x, weight)
         flat = x.reshape(-1, x.shape[-1])
-        with torch.autocast(kind, enabled=False):
-            y = flat @ weight.t() if bias is None else torch.addmm(bias, flat, weight.t())
+        y = flat @ weight.t() if bias is None else torch.addmm(bias, flat, weight.t())
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # no view: it may be changed in place
 
     @staticmethod

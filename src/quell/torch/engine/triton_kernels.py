@@ -1,7 +1,8 @@
-"""Triton kernels over units of positions: Gram norms, tiles of per-unit gradients, gradients of scales.
+"""Triton kernels over units of positions: Gram norms, weighted sums of per-unit gradients, gradients of scales.
 
-Every program works for one unit, or adds up some units in their order. `G` (units, positions, outputs) and `A` (units,
-positions, inputs) are tensor descriptors, so what lies beyond their ends reads as zero.
+Layers of one shape are served by one launch: `table` holds the addresses of their tensors. G is (units, positions,
+outputs), A is (units, positions, inputs); both are read by tensor descriptors, beyond whose ends everything is zero.
+Every program works for one unit of one layer, or adds up all units of a layer in their order.
 """
 
 from __future__ import annotations
@@ -50,9 +51,20 @@ def _put(found, number, unit, pairs, p, q, square, size):
 
 
 @triton.jit
-def gram(G, A, found, O, I, pairs, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    number, unit = tl.program_id(0), tl.program_id(1)
+def _factor(table, place, units, T, D, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A layer's (units, T, D) tensor, to be read in blocks of (1, ROWS, COLUMNS). Its rows are multiples of 16 bytes."""
+    start = tl.load(table + place).to(tl.pointer_type(TYPE))
+    stride = tl.cdiv(D, 8).to(tl.int64) * 8
+    return tl.make_tensor_descriptor(start, [units, T, D], [T * stride, stride, 1], [1, ROWS, COLUMNS])
+
+
+@triton.jit
+def gram(table, found, units, T, O, I, pairs, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
+    number, unit, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p, q = _pair(number)
+    G = _factor(table, 2 * layer, units, T, O, TYPE, TILE, DEPTH)
+    A = _factor(table, 2 * layer + 1, units, T, I, TYPE, TILE, DEPTH)
+    found += layer * 2 * units * pairs
     x = _products(G, unit, p, q, O, TILE, DEPTH)
     y = _products(A, unit, p, q, I, TILE, DEPTH)
     size = tl.sum(_lengths(x, p, q, TILE) * _lengths(y, p, q, TILE))
@@ -60,9 +72,12 @@ def gram(G, A, found, O, I, pairs, TILE: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def token_gram(G, tokens, found, T, O, pairs, TILE: tl.constexpr, DEPTH: tl.constexpr):
+def token_gram(
+    table, tokens, found, units, T, O, pairs, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+):
     number, unit = tl.program_id(0), tl.program_id(1)
     p, q = _pair(number)
+    G = _factor(table, 0, units, T, O, TYPE, TILE, DEPTH)
     x = _products(G, unit, p, q, O, TILE, DEPTH)
     r, c = p * TILE + tl.arange(0, TILE), q * TILE + tl.arange(0, TILE)
     left = tl.load(tokens + unit * T + r, mask=r < T, other=-1)
@@ -74,11 +89,12 @@ def token_gram(G, tokens, found, T, O, pairs, TILE: tl.constexpr, DEPTH: tl.cons
 @triton.jit
 def bounded(found, norms, units, pairs, rounding, underflow, BLOCK: tl.constexpr):
     """From each unit's sums over pairs to √(square + rounding·S²)."""
-    unit, k = tl.program_id(0), tl.arange(0, BLOCK)
+    unit, layer, k = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    found += layer * 2 * units * pairs
     square = tl.load(found + unit * pairs + k, mask=k < pairs, other=0.0).to(tl.float64)
     size = tl.load(found + (units + unit) * pairs + k, mask=k < pairs, other=0.0).to(tl.float64)
     whole = tl.sum(size) * 1.001 + underflow
-    tl.store(norms + unit, tl.sqrt(tl.maximum(tl.sum(square), 0.0) + rounding * whole * whole).to(tl.float32))
+    tl.store(norms + layer * units + unit, tl.sqrt(tl.maximum(tl.sum(square), 0.0) + rounding * whole * whole).to(tl.float32))
 
 
 @triton.jit
@@ -100,48 +116,53 @@ def _step(G, A, unit, t, m, n, tile, TILE: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def direct(G, A, squares, T, O, I, tiles, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    number, unit = tl.program_id(0), tl.program_id(1)
-    m, n = _tile(number, O, I, TILE)
-    tile = tl.zeros((TILE, TILE), tl.float32)
-    for t in range(0, T, DEPTH):
-        tile = _step(G, A, unit, t, m, n, tile, TILE, DEPTH)
-    tl.store(squares + unit * tiles + number, tl.sum(tile * tile))
-
-
-@triton.jit
-def weighted(G, A, weights, parts, units, T, O, I, share, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    number, split = tl.program_id(0), tl.program_id(1)
+def weighted(table, weights, sums, units, T, O, I, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
+    number, layer = tl.program_id(0), tl.program_id(1)
+    G = _factor(table, 2 * layer, units, T, O, TYPE, DEPTH, TILE)
+    A = _factor(table, 2 * layer + 1, units, T, I, TYPE, DEPTH, TILE)
     m, n = _tile(number, O, I, TILE)
     total = tl.zeros((TILE, TILE), tl.float32)
     tile = tl.zeros((TILE, TILE), tl.float32)
-    first = split * share
     steps = tl.cdiv(T, DEPTH)
     # One loop over units and positions, so that loads run ahead from one unit into the next.
-    for step in range(0, tl.maximum(tl.minimum(share, units - first), 0) * steps):
-        unit = first + step // steps
+    for step in range(0, units * steps):
+        unit = step // steps
         tile = _step(G, A, unit, (step % steps) * DEPTH, m, n, tile, TILE, DEPTH)
         if step % steps == steps - 1:
             weight = tl.load(weights + unit)
             total += tl.where(weight != 0.0, weight * tile, 0.0)
             tile = tl.zeros((TILE, TILE), tl.float32)
     m, n = m + tl.arange(0, TILE), n + tl.arange(0, TILE)
-    out = parts + split.to(tl.int64) * O * I + m[:, None].to(tl.int64) * I + n[None, :]
+    out = sums + layer.to(tl.int64) * O * I + m[:, None].to(tl.int64) * I + n[None, :]
     tl.store(out, total, mask=(m[:, None] < O) & (n[None, :] < I))
 
 
 @triton.jit
-def weighted_rows(rows, weights, total, units, size, BLOCK: tl.constexpr):
+def squared_rows(table, found, size, units, parts, share, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of squares of each layer's rows (units, size), in parts."""
+    part, unit, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    here = tl.load(table + layer).to(tl.pointer_type(TYPE)) + unit.to(tl.int64) * size
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for first in range(part * share, tl.minimum((part + 1) * share, size), BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(here + at, mask=at < tl.minimum((part + 1) * share, size), other=0.0).to(tl.float32)
+        squares += value * value
+    tl.store(found + (layer * units + unit) * parts + part, tl.sum(squares))
+
+
+@triton.jit
+def weighted_rows(table, weights, sums, units, size, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    layer = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    here = tl.load(table + layer).to(tl.pointer_type(TYPE)) + at
     found = tl.zeros((BLOCK,), tl.float32)
-    here = rows + at
     for unit in range(0, units):
         weight = tl.load(weights + unit)
         row = tl.load(here, mask=inside, other=0.0).to(tl.float32)
         found += tl.where(weight != 0.0, weight * row, 0.0)
         here += size
-    tl.store(total + at, found, mask=inside)
+    tl.store(sums + layer * size + at, found, mask=inside)
 
 
 @triton.jit
