@@ -31,6 +31,7 @@ class Portion:
     number: int
     parts: int
     examples: int
+    filled_to: int | None = None  # with rows that count for nobody, behind those of examples
 
     @property
     def last(self) -> bool:
@@ -44,6 +45,7 @@ class Unfinished:
     received: Portion | None = None  # the loop has it, and has not stepped on it
     parts: int = 0  # how many portions were stepped on
     examples: int = 0  # clipped since the last of those
+    units: int = 0  # seen since the last of those, fillings included
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
 
@@ -118,9 +120,17 @@ class Run:
             )
         if examples != due.examples:
             raise QuellError(_other_examples(examples, due))
-        self.unfinished.received, self.unfinished.examples = None, 0
+        self.unfinished.received, self.unfinished.examples, self.unfinished.units = None, 0, 0
         self.unfinished.parts += 1
         return due.last
+
+    def present(self, units: int) -> int:
+        """How many of the next units of the portion are examples; they come first, what fills it up comes after."""
+        due, before = self.unfinished.received, self.unfinished.units
+        if due is None or due.filled_to is None:
+            return units
+        self.unfinished.units += units
+        return min(units, max(0, due.examples - before))
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must have in common."""

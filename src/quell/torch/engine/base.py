@@ -7,7 +7,7 @@ An engine attaches itself to the model (which stays the user's own object), watc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ class Engine(ABC):
         self.params = dict(params)
         self.max_grad_norm = max_grad_norm
         self.mean_loss = loss_reduction == "mean"
-        self.present = everyone
+        self.present: Callable[[int], int] = lambda units: units  # how many of a batch's units count: the first ones
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
 
@@ -147,11 +147,6 @@ class DeferredEngine(Engine):
 
     def _forget(self) -> None:
         """Drop what was kept for a pass that is not going to be used."""
-
-
-def everyone(units: int) -> tuple[Tensor | None, int]:
-    """Which of a batch's units count, as factors of 0 and 1, and how many; None where all do."""
-    return None, units
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:

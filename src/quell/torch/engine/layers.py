@@ -83,7 +83,8 @@ class LayerEngine(Engine):
         model.register_forward_hook(self._end)
         names = {id(parameter): name for name, parameter in self.params.items()}
         for name, module in model.named_modules():
-            trained = {own: names[id(p)] for own, p in module.named_parameters(recurse=False) if p.requires_grad}
+            held = module.named_parameters(recurse=False)
+            trained = {own: names[id(p)] for own, p in held if p.requires_grad and id(p) in names}
             if trained:
                 self._layers[id(module)] = Layer(name or "the model", rule_for(module), trained, module.forward)
                 module.forward = _Forward(self, module)
@@ -249,11 +250,16 @@ class LayerEngine(Engine):
             found = self._pass(self._outer.get(backward, backward))
             self._require_rows(module, gradients, expected)
             trained = self._layers[id(module)].trained
+            if not gradients[0].shape[0]:  # an empty batch, of which rules cannot tell the shapes
+                for name in trained.values():
+                    found[name].append(Rows(gradients[0].new_zeros(0, self.params[name].numel())))
+                return
             kind = gradients[0].device.type
             lowered = torch.is_autocast_enabled(kind)  # where backward() is called inside of autocast
             with torch.autocast(kind, enabled=False) if lowered else nullcontext():
                 for name, piece in rule(module, inputs, gradients, self.rows_per_unit):
-                    found[trained[name]].append(piece)
+                    if name in trained:
+                        found[trained[name]].append(piece)
 
         return arrived
 
@@ -317,9 +323,9 @@ class LayerEngine(Engine):
         scale = count if self.mean_loss else 1 / self.rows_per_unit
         norms = whole_norms(pieces.values()) * scale
         factors = clip_factors(norms * (1 + 1e-5), self.max_grad_norm) * scale
-        present, examples = self.present(count)
-        if present is not None:
-            factors = factors * present
+        examples = self.present(count)
+        if examples < count:
+            factors = factors * (torch.arange(count, device=factors.device) < examples)
         if not self._look(torch.isfinite(norms).all()):
             spoiled = ~torch.isfinite(norms)
             pieces = {names: [piece.without(spoiled) for piece in parts] for names, parts in pieces.items()}
@@ -351,7 +357,7 @@ class LayerEngine(Engine):
         for names, parts in pieces.items():
             first, *others = islice(made, len(parts))
             for other in others:
-                first = first + other
+                first = first.reshape(-1) + other.reshape(-1)
             sizes = [self.params[name].numel() for name in names]
             for name, total in zip(names, first.view(-1).split(sizes), strict=True):
                 parameter = self.params[name]
@@ -375,7 +381,7 @@ def gathered(found: Found) -> dict[Names, list[Piece]]:
     for name, parts in found.items():
         one = merged(parts)
         if len(one) == 1 and isinstance(one[0], Rows) and one[0].values[:1].numel() <= _SMALL:
-            small[name] = one[0].values.reshape(one[0].units, -1)
+            small[name] = one[0].flat
         else:
             pieces[name,] = one
     if len({len(rows) for rows in small.values()}) > 1:

@@ -7,6 +7,7 @@ What privacy rests on is that the first bounds what the second adds (docs/pytorc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,10 +49,15 @@ class Rows:
         return len(self.values)
 
     def norms(self) -> Tensor:
-        return row_norms(self.values.reshape(self.units, -1)).float()
+        return row_norms(self.flat).float()
+
+    @property
+    def flat(self) -> Tensor:
+        """(units, elements of the parameter), also for no units and for parameters without dimensions."""
+        return self.values.reshape(self.units, math.prod(self.values.shape[1:]))
 
     def sum(self, weights: Tensor) -> Tensor:
-        return _sum_of_rows(self.values.reshape(self.units, -1), weights)
+        return _sum_of_rows(self.flat, weights)
 
     def without(self, spoiled: Tensor) -> Rows:
         return Rows(cleared(self.values, spoiled))
@@ -214,7 +220,7 @@ def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
         if isinstance(first, Outer):
             norms = kernels.gram_norms([(pieces[i].g, pieces[i].a) for i in group])  # type: ignore[attr-defined]
         else:
-            norms = kernels.row_norms([pieces[i].values.flatten(1) for i in group])  # type: ignore[attr-defined]
+            norms = kernels.row_norms([pieces[i].flat for i in group])  # type: ignore[attr-defined]
         found.update(zip(group, norms, strict=True))
     return [found[i] if i in found else piece.norms() for i, piece in enumerate(pieces)]
 
@@ -227,7 +233,7 @@ def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
         if isinstance(first, Outer):
             sums = kernels.weighted_sums([(pieces[i].g, pieces[i].a) for i in group], weights)  # type: ignore[attr-defined]
         else:
-            sums = kernels.sums_of_rows([pieces[i].values.flatten(1) for i in group], weights)  # type: ignore[attr-defined]
+            sums = kernels.sums_of_rows([pieces[i].flat for i in group], weights)  # type: ignore[attr-defined]
         found.update(zip(group, sums, strict=True))
     return [found[i] if i in found else piece.sum(weights) for i, piece in enumerate(pieces)]
 
@@ -248,6 +254,8 @@ def merged(pieces: list[Piece]) -> list[Piece]:
 
     Otherwise the norms of several pieces are added, which the triangle inequality allows.
     """
+    if len({piece.units for piece in pieces}) > 1:
+        return pieces
     if len(pieces) > 1 and all(isinstance(piece, Rows) for piece in pieces):
         return [Rows(torch.stack([piece.values.float() for piece in pieces]).sum(0))]  # type: ignore[attr-defined]
     if len(pieces) > 1 and all(isinstance(piece, Outer) for piece in pieces):
