@@ -86,12 +86,14 @@ def row_norms(rows: Sequence[Tensor]) -> Tensor:
 def sums_of_rows(rows: Sequence[Tensor], weights: Tensor) -> Tensor:
     """(layers, size) Σ_u weights_u rows_u, without a float32 copy of the rows."""
     units, size = rows[0].shape
-    sums = torch.empty(len(rows), size, device=rows[0].device)
+    blocks = -(-size // _BLOCK)
+    splits = max(1, min(units // 16, 8 * _multiprocessors(rows[0].device) // (blocks * len(rows))))
+    parts = torch.empty(splits, len(rows), size, device=rows[0].device)
     with _table(rows, aligned=False) as table:
-        _triton().weighted_rows[(-(-size // _BLOCK), len(rows))](
-            table, weights, sums, units, size, TYPE=_type(rows[0]), BLOCK=_BLOCK, num_warps=4
+        _triton().weighted_rows[(blocks, len(rows), splits)](
+            table, weights, parts, units, size, -(-units // splits), TYPE=_type(rows[0]), BLOCK=_BLOCK, num_warps=4
         )
-    return sums
+    return parts[0] if splits == 1 else parts.sum(0)
 
 
 def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:

@@ -197,9 +197,10 @@ class Stacked:
 def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
     """(units, rows, channels, *places) and (units·rows, places, groups·width) as (units·groups, rows·places, ·)."""
     units, rows, channels = g.shape[:3]
-    g = g.reshape(units, rows, groups, channels // groups, -1).permute(0, 2, 1, 4, 3)
+    g = g.reshape(units, rows, groups, channels // groups, -1).permute(0, 2, 3, 1, 4)
     a = a.reshape(units, rows, a.shape[1], groups, -1).permute(0, 3, 1, 2, 4)
-    return Outer(g.reshape(units * groups, -1, g.shape[-1]), a.reshape(units * groups, -1, a.shape[-1]))
+    g = g.reshape(units * groups, g.shape[2], -1).transpose(1, 2)  # no copy where a unit is one row
+    return Outer(g, a.reshape(units * groups, -1, a.shape[-1]))
 
 
 def whole(part: Outer) -> Tensor:

@@ -55,7 +55,7 @@ def convolution(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor,
         width = layer.in_channels * math.prod(layer.kernel_size)
         yield "weight", kept(Patches(g, x, partial(_unfold, layer), width, layer.groups), layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
-        yield "bias", summed(g.reshape(*g.shape[:3], -1).transpose(2, 3).flatten(1, 2))
+        yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=torch.float64 if g.dtype == torch.float64 else torch.float32))
 
 
 def normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:

@@ -151,18 +151,19 @@ def squared_rows(table, found, size, units, parts, share, TYPE: tl.constexpr, BL
 
 
 @triton.jit
-def weighted_rows(table, weights, sums, units, size, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    layer = tl.program_id(1).to(tl.int64)
+def weighted_rows(table, weights, parts, units, size, share, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    layer, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    here = tl.load(table + layer).to(tl.pointer_type(TYPE)) + at
+    first = split * share
+    here = tl.load(table + layer).to(tl.pointer_type(TYPE)) + first.to(tl.int64) * size + at
     found = tl.zeros((BLOCK,), tl.float32)
-    for unit in range(0, units):
+    for unit in range(first, tl.minimum(first + share, units)):
         weight = tl.load(weights + unit)
         row = tl.load(here, mask=inside, other=0.0).to(tl.float32)
         found += tl.where(weight != 0.0, weight * row, 0.0)
         here += size
-    tl.store(sums + layer * size + at, found, mask=inside)
+    tl.store(parts + (split * tl.num_programs(1) + layer) * size + at, found, mask=inside)
 
 
 @triton.jit
