@@ -22,7 +22,7 @@ from .conftest import small_plan
 from .test_unfinished_steps import criterion, gradients, one_step, private, released
 from .training import examples, network, train
 
-MODES = ["flat", "ghost", "microbatch"]
+MODES = ["layers", "microbatch"]
 
 
 def sgd(model, lr=0.1):

@@ -47,7 +47,7 @@ def trainer(folder, *callbacks, **options):
     )
 
 
-@pytest.mark.parametrize("clipping", ["flat", "ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_fit_trains_as_the_plain_loop(plan, tmp_path, clipping):
     key = seeded(5)
     private = Private(plan, examples(), 0.7, clipping=clipping, key=key)

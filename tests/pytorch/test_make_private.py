@@ -19,7 +19,7 @@ from quell.torch import CorrelatedNoise, make_private
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, reference_run, seeded, train, without_noise
 
-MODES = ["flat", "ghost", "microbatch"]
+MODES = ["layers", "microbatch"]
 
 
 def sgd(model, **options):
@@ -97,7 +97,7 @@ def test_other_architectures_without_noise(clipping, architecture):
         torch.testing.assert_close(p, q[1], rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_a_step_keeps_no_activations_alive(clipping, plan):
     model = network()
     model, optimizer, loader = make_private(model, sgd(model), examples(), plan, clipping=clipping)
@@ -309,7 +309,7 @@ class Tied(nn.Module):
         return self.out(self.embed(x).sum(1))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_tied_weights_equal_one_example_at_a_time(clipping):
     maker = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randint(0, 7, (40, 3), generator=maker), torch.randint(0, 7, (40,), generator=maker))
@@ -338,7 +338,7 @@ def test_dropout_is_the_same_in_both_passes_of_microbatch():
     torch.testing.assert_close(before - model[0].bias.detach(), kept * 2.0 / 8)
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_bfloat16_autocast_trains(clipping, plan):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # torch.func cannot do CPU autocast of norms
@@ -356,7 +356,7 @@ def test_bfloat16_autocast_trains(clipping, plan):
     assert all(p.dtype == torch.float32 and bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_a_bfloat16_model_trains(clipping, plan):
     model = network().to(torch.bfloat16)
     data = TensorDataset(examples().tensors[0].bfloat16(), examples().tensors[1])
@@ -365,7 +365,7 @@ def test_a_bfloat16_model_trains(clipping, plan):
     assert all(p.dtype == torch.bfloat16 and bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_an_example_without_a_finite_gradient_counts_as_zero(clipping):
     x, y = examples().tensors
     spoiled = x.clone()

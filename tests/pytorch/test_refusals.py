@@ -13,7 +13,7 @@ from quell.torch import CorrelatedNoise, PlanMismatchWarning, make_private
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, train
 
-MODES = ["flat", "ghost", "microbatch"]
+MODES = ["layers", "microbatch"]
 criterion = nn.functional.cross_entropy
 
 
@@ -112,7 +112,7 @@ def test_a_penalty_on_the_weights_in_the_loss(clipping, plan):
         (criterion(model(x), y) + model[0].weight.square().sum()).backward()
 
 
-@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_two_forward_passes_before_a_backward_pass(clipping, plan):
     model, _, loader = private(plan, clipping)
     x, y = next(iter(loader))
@@ -190,7 +190,7 @@ def test_ghost_refuses_low_precision_and_loose_parameters(plan):
         private(plan, "ghost", nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_a_model_that_returns_its_own_loss(clipping, plan):
     class WithLoss(nn.Module):
         def __init__(self):

@@ -34,7 +34,7 @@ def private(model, clipping, plan, **options):
     return make_private(model, torch.optim.SGD(trained, lr=0.5), examples(), plan, 0.3, clipping=clipping, **options)
 
 
-@pytest.mark.parametrize("clipping", ["flat", "ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_a_step_waits_for_the_device_once(clipping):
     model, optimizer, loader = private(network(), clipping, small_plan(), micro_batch=3)
     batches = iter(loader)

@@ -13,7 +13,7 @@ from quell.torch import make_private
 
 from .training import clipped_gradient, examples, network
 
-MODES = ["flat", "ghost", "microbatch"]
+MODES = ["layers", "microbatch"]
 criterion = nn.functional.cross_entropy
 
 

@@ -1,8 +1,7 @@
 """PyTorch: a plan's batches and noise in the user's own loop, on any number of GPUs.
 
 `make_private` is the two-line way in; `attach` serves loops that clip by themselves; `CorrelatedNoise` and
-`clipped_sum` are their parts. `quell.torch.huggingface` and `quell.torch.lightning` are for those trainers. Opacus is
-imported by `make_private` alone, and only for the ways of clipping that are Opacus's.
+`clipped_sum` are their parts. `quell.torch.huggingface` and `quell.torch.lightning` are for those trainers.
 """
 
 from __future__ import annotations

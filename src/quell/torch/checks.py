@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -107,21 +106,9 @@ def refuse_leaking_layers(model: nn.Module) -> None:
             )
 
 
-def refuse_unmeasured_layers(model: nn.Module) -> None:
-    """What Opacus's rules for layers leave out: per-example gradients would be wrong, and mostly without a word."""
-    for name, module in model.named_modules():
-        option = _unmeasured(module)
-        if option is not None and any(parameter.requires_grad for parameter in module.parameters()):
-            raise QuellError(
-                f"{name or 'the model'} is a {type(module).__name__}{option}: Opacus's hooks, which clipping='flat' "
-                "and 'ghost' use, get its per-example gradients wrong; use clipping='microbatch' or another layer"
-                f"{_instead(module)}"
-            )
-
-
 @contextmanager
 def in_a_sentence(what: str, advice: str) -> Iterator[None]:
-    """Errors that torch or Opacus raises inside, about layers that they cannot handle, say which and what to do."""
+    """Errors that torch raises inside, about layers that it cannot handle, say which and what to do."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -129,31 +116,6 @@ def in_a_sentence(what: str, advice: str) -> Iterator[None]:
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise QuellError(f"{what} failed with {type(error).__name__} ({reason}): {advice}") from error
-
-
-def _instead(module: nn.Module) -> str:
-    recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
-    return " (opacus.layers.DPLSTM, DPGRU and DPRNN work with 'flat')" if recurrent else ""
-
-
-def _unmeasured(module: nn.Module) -> str | None:
-    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
-    if is_parametrized(module) or hooks & {"WeightNorm", "SpectralNorm"}:
-        return " whose weight is computed from other parameters (weight_norm, spectral_norm)"
-    if isinstance(module, (nn.MultiheadAttention, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)):
-        return ""  # several inputs or outputs, where the hooks know one of each
-    if isinstance(module, nn.modules.conv._ConvNd):
-        padded = module.padding_mode != "zeros" and any(module._reversed_padding_repeated_twice)
-        return f" with padding_mode={module.padding_mode!r}" if padded else None  # unfolded with zeros
-    if isinstance(module, nn.Embedding):
-        return next((f" with {name}=True" for name in ("scale_grad_by_freq", "sparse") if getattr(module, name)), None)
-    if isinstance(module, nn.EmbeddingBag):
-        return ""  # a token that a bag has twice counts once
-    if isinstance(module, nn.LayerNorm):
-        return " without a bias" if module.elementwise_affine and module.bias is None else None
-    if type(module).__name__ == "DPMultiheadAttention":  # of Opacus, which need not be there
-        return None if module.batch_first else " with batch_first=False"  # positions would count as examples
-    return None
 
 
 def refuse_other_data(plan: Plan, examples: int) -> None:

@@ -22,7 +22,7 @@ from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
-from quell.torch.engine import Engine
+from quell.torch.engine.base import Engine
 from quell.torch.random_states import random_states, set_random_states
 from quell.torch.report import PrivacyReport, privacy_report
 from quell.torch.run import Run, Unfinished
@@ -157,6 +157,7 @@ class PrivateOptimizer(Optimizer):
         """The wrapped optimizer's state, the noise's and all random numbers', of all ranks: call it on all of them."""
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
+        self._engine.require_bounded()
         saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
         own = {
             "weights": self._weights(),

@@ -31,7 +31,8 @@ from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
 from quell.torch.distributed import gather
 from quell.torch.sharding import is_sharded
-from quell.torch.tape import Tape, random_states, set_random_states
+from quell.torch.random_states import own_states, set_own_states
+from quell.torch.tape import Tape
 
 BATCHES = 3  # so many are probed
 
@@ -107,7 +108,7 @@ class Probe:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._tape is not None:
             self._tape.pause()
-            self._began = random_states()
+            self._began = own_states()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         tape = self._tape
@@ -128,11 +129,11 @@ class Probe:
             self._give_up("the loop did not call the model that was made private, but parts of it")
             return
         self._refuse_parameters(tape)
-        states = random_states()
+        states = own_states()
         try:
             problem = self._problem(tape)
         finally:
-            set_random_states(states)
+            set_own_states(states)
         if self._sharded:
             problem = next(filter(None, gather(problem)), None)
         if problem:

@@ -32,6 +32,13 @@ class Portion:
     number: int
     parts: int
     examples: int
+    rows_per_example: int = 1
+    filled_to: int | None = None  # with examples of zeros, which count for nobody, behind the real ones
+
+    @property
+    def rows(self) -> int:
+        """Of the batch's tensors."""
+        return (self.filled_to or self.examples) * self.rows_per_example
 
     @property
     def last(self) -> bool:
@@ -45,6 +52,7 @@ class Unfinished:
     received: Portion | None = None  # the loop has it, and has not stepped on it
     parts: int = 0  # how many portions were stepped on
     examples: int = 0  # clipped since the last of those
+    units: int = 0  # seen since the last of those, fillings included
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
 
@@ -52,7 +60,7 @@ class Unfinished:
 class Guard(Protocol):
     """Told of every batch that the loop gets, and asked before every step."""
 
-    def watch(self, batch: Any, examples: int) -> None: ...
+    def watch(self, batch: Any, rows: int) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -144,9 +152,17 @@ class Run:
             )
         if examples != due.examples:
             raise QuellError(_other_examples(examples, due))
-        self.unfinished.received, self.unfinished.examples = None, 0
+        self.unfinished.received, self.unfinished.examples, self.unfinished.units = None, 0, 0
         self.unfinished.parts += 1
         return due.last
+
+    def present(self, units: int) -> int:
+        """How many of the next units of the portion are examples; they come first, what fills it up comes after."""
+        due, before = self.unfinished.received, self.unfinished.units
+        if due is None or due.filled_to is None:
+            return units
+        self.unfinished.units += units
+        return min(units, max(0, due.examples - before))
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must have in common."""

@@ -9,16 +9,16 @@ calls `backward`, or the tape is closed for another reason, all watched tensors 
 from __future__ import annotations
 
 import operator
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from quell.torch.random_states import own_states, set_own_states
 
 Values = dict[int, Any]  # by the id of what stands on the tape
 
@@ -101,7 +101,7 @@ class Tape:
 
     def start(self, batch: Any) -> None:
         """Watch the tensors of a batch."""
-        self._started = random_states()
+        self._started = own_states()
         Tape.running = self
         for tensor in _tensors_in(batch):
             self.add_rows(tensor)
@@ -137,7 +137,7 @@ class Tape:
     def note_model(self, model: Any, args: Any, kwargs: Any, made: Any, began: Any) -> None:
         """Write a pass through the model down."""
         found = [value for value in pytree.tree_leaves(made) if isinstance(value, Tensor)]
-        self._write(_Entry(model, args, kwargs, found, _autocast(found), True, (began, random_states())))
+        self._write(_Entry(model, args, kwargs, found, _autocast(found), True, (began, own_states())))
 
     def _write(self, entry: _Entry) -> None:
         self.entries.append(entry)
@@ -184,7 +184,7 @@ class Tape:
         for row, kept in self.rows:
             values[id(row)] = self._filled(kept, sources)
         made: list[Tensor] = []
-        set_random_states(self._started)
+        set_own_states(self._started)
         with torch.enable_grad():
             for entry in self.entries:
                 device, dtype, enabled = entry.autocast
@@ -206,12 +206,12 @@ class Tape:
             return made if number else [value for value in made if isinstance(value, Tensor)]
         began, went_on = entry.random
         if rerun:
-            set_random_states(began)
+            set_own_states(began)
             with torch.no_grad():
                 found = [v for v in pytree.tree_leaves(entry.function(*args, **kwargs)) if isinstance(v, Tensor)]
         else:
             found = [self._filled(value, sources) for value in entry.made]
-        set_random_states(went_on)
+        set_own_states(went_on)
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
         ]
@@ -221,20 +221,6 @@ class Tape:
         own = self.known()
         used = [(entry.args, entry.kwargs) for entry in self.entries if not entry.model]
         return [v for v in pytree.tree_leaves(used) if isinstance(v, Tensor) and v.requires_grad and id(v) not in own]
-
-
-def random_states() -> Any:
-    """Of all generators that a model, a data set or a loss may use."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
-
-
-def set_random_states(states: Any) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
-    np.random.set_state(states[2])
-    random.setstate(states[3])
 
 
 def _autocast(made: Sequence[Any]) -> tuple[str, torch.dtype, bool]:

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError, require_count
 from quell.torch.checks import in_a_sentence
 from quell.torch.clipping import Clipped, sum_clipped
-from quell.torch.engine import DeferredEngine, Pass
+from quell.torch.engine.base import DeferredEngine, Pass
 
 _NOT_MAPPED = (
-    "clipping='microbatch' takes layers that vmap understands (opacus.layers.DPLSTM, not nn.LSTM), and no convolutions "
-    "or norms under autocast: change the layer, leave autocast out, or use clipping='flat'"
+    "clipping='microbatch' takes layers that vmap understands, and no convolutions or norms under autocast: use the default "
+    "clipping='layers', change the layer, or leave autocast out"
 )
 
 
