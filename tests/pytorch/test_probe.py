@@ -13,19 +13,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from quell.errors import QuellError
 from quell.torch import make_private
-from quell.torch.flat import FlatEngine
+from quell.torch.engine.layers import LayerEngine
 from quell.torch.probe import Probe, UncheckedLossWarning
 from quell.torch.tape import Watched
 
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, seeded, train
 
-MODES = ["flat", "ghost", "microbatch"]
+MODES = ["layers", "microbatch"]
 cross_entropy = functional.cross_entropy
 WEIGHTS = torch.tensor([1.0, 20.0, 0.1])
 
 
-def private(model=None, clipping="flat", data=None, plan=None, **options):
+def private(model=None, clipping="layers", data=None, plan=None, **options):
     model = network() if model is None else model
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     plan = small_plan("bisr", alone=True) if plan is None else plan
@@ -173,7 +173,7 @@ MIXERS = [
 
 
 @pytest.mark.parametrize("mix", MIXERS)
-@pytest.mark.parametrize("clipping", ["flat", "ghost"])
+@pytest.mark.parametrize("clipping", ["layers"])
 def test_models_that_mix_rows(mix, clipping):
     model, optimizer, loader = private(Mixing(mix), clipping)
     x, y = next(iter(loader))
@@ -265,7 +265,7 @@ def test_one_example_moves_a_clipped_sum_by_many_clip_norms():
 
     def clipped(labels, bound):
         twin = copy.deepcopy(model)
-        engine = FlatEngine(twin, dict(twin.named_parameters()), bound, "mean")
+        engine = LayerEngine(twin, dict(twin.named_parameters()), bound, "mean")
         twin(x, labels)["loss"].backward()
         return torch.cat([total.flatten() for total in engine.collect()[1]])
 
@@ -384,7 +384,7 @@ def test_packed_sequences_time_first():
     watched(TimeFirst(), loss, torch.randn(8, 8, 6), lengths, torch.randint(0, 3, (8,)))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_dropout_and_autocast(clipping):
     torch.manual_seed(0)
     model, optimizer, loader = private(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)), clipping)
@@ -493,26 +493,34 @@ LAYERS = [
     (lambda: nn.Bilinear(6, 6, 6), lambda f, x: f(x, x), True),
     (lambda: nn.GRUCell(6, 6), lambda f, x: f(x), False),
     (lambda: nn.LSTM(6, 6, batch_first=True), lambda f, x: f(in_one_step(x))[0][:, 0], False),
-    (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), lambda f, x: f(x), True),
-    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), lambda f, x: f(x), True),
 ]
+COMPUTED_WEIGHTS = [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(("make", "call", "mapped"), LAYERS)
 @pytest.mark.parametrize("clipping", MODES)
-def test_layers_that_are_not_supported_are_named(make, call, mapped, clipping):
+def test_layers_are_taken_or_named(make, call, mapped, clipping):
     model = Around(make(), call)
-    if clipping == "microbatch" and mapped:
+    if clipping == "layers" or mapped:
         three_steps(private(model, clipping))
         return
-    told = r"layer(\.self_attn)? is a \w+" if clipping != "microbatch" else "by torch.func.vmap, failed with"
-    with pytest.raises(QuellError, match=told):
+    with pytest.raises(QuellError, match="by torch.func.vmap, failed with"):
         three_steps(private(model, clipping))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("computed", COMPUTED_WEIGHTS)
+@pytest.mark.parametrize("width", [6, 8])  # the batch has 8 examples: rows of the weight must not pass for them
+def test_weights_that_are_computed_are_named(computed, width):
+    model = Around(nn.Sequential(computed(nn.Linear(6, width)), nn.Linear(width, 6)), lambda f, x: f(x))
+    with pytest.raises(QuellError, match=r"parametrizations.weight \(ParametrizationList\)|no input of it has a row"):
+        three_steps(private(model))
+    three_steps(private(Around(computed(nn.Linear(6, 6)), lambda f, x: f(x)), "microbatch"))
 
 
 class Odd(nn.Module):
-    """A layer of the user's that Opacus's general rule cannot take."""
+    """A layer of the user's that torch.func cannot take."""
 
     def __init__(self):
         super().__init__()
@@ -529,7 +537,7 @@ def test_errors_inside_the_engines_are_sentences(clipping):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("clipping", [pytest.param("flat", marks=pytest.mark.slow), "ghost"])
+@pytest.mark.parametrize("clipping", ["layers"])
 def test_compiled_models(clipping):
     model, optimizer, loader = private(clipping=clipping)
     three_steps((torch.compile(model, backend="eager"), optimizer, loader))

@@ -236,7 +236,7 @@ class _Batch:
             raise RuntimeError("the loss came out differently")
 
     def _run(self, sources: Sequence[int]) -> _Way:
-        with _restored_buffers(self.model) as written:
+        with restored_buffers(self.model) as written:
             loss, outputs = self.tape.replay(sources, self.rerun)
         found = torch.autograd.grad(loss, outputs, allow_unused=True) if loss.requires_grad else [None] * len(outputs)
         gradients = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, found, strict=True)]
@@ -281,7 +281,7 @@ class _Batch:
         kept: Callable[..., Any] = lambda module, *both: calls.append((module, *map(_floats, both)))  # noqa: E731
         hooks = [module.register_forward_hook(kept) for module in self.model.modules()]
         try:
-            with _restored_buffers(self.model):
+            with restored_buffers(self.model):
                 self.tape.replay(sources)
         finally:
             for hook in hooks:
@@ -298,7 +298,7 @@ def differ(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
 
 
 @contextmanager
-def _restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Passes inside leave the buffers as they were; gives what they had written there, when it is over."""
     places = [
         (f"{path}.{name}".lstrip("."), module._buffers, name, buffer, buffer.clone(), buffer._version)

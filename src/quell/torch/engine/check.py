@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
+from quell.torch.probe import restored_buffers
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -55,8 +56,9 @@ class FirstBatch:
         for gradient in kept:
             if gradient is not None:
                 gradient[unit:] = 0.0
-        measured = self._measured(cut, kept)
-        real = engine.unwatched(lambda: self._by_autograd(cut, kept))
+        with restored_buffers(engine.model):
+            measured = self._measured(cut, kept)
+            real = engine.unwatched(lambda: self._by_autograd(cut, kept))
         whole = torch.stack([g.double().norm() for g in real.values()]).norm()
         if not torch.isfinite(whole) or not float(whole):
             return

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
+from quell.torch.checks import in_a_sentence
 from quell.torch.clipping import clip_factors, norm_of
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine, is_differentiable
@@ -42,6 +43,7 @@ from quell.torch.sharding import copies, is_sharded, own_share
 Found = dict[str, list[Piece]]  # by the parameter's name
 Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
 
+_NOT_MAPPED = "use clipping='microbatch', or one of the layers that docs/pytorch.md lists"
 _SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
 
@@ -161,13 +163,8 @@ class LayerEngine(Engine):
             return tuple(found[place] for place in made)
 
         def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
-            try:
+            with in_a_sentence(f"making per-example gradients of {self.called(module)} by torch.func", _NOT_MAPPED):
                 return self.unwatched(lambda: list(by_torch_func(module, call, inputs, gradients, rows)))
-            except Exception as error:
-                raise QuellError(
-                    f"per-example gradients of {self.called(module)} cannot be made by torch.func ({error}): use "
-                    "clipping='microbatch', or one of the layers that docs/pytorch.md lists"
-                ) from error
 
         found = self.tapped(module, rule, [outputs[place] for place in made], tensors)
         for place, value in zip(made, found, strict=True):
