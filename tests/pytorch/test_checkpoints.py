@@ -23,7 +23,7 @@ from .training import examples, network, train
 CRASH = Path(__file__).with_name("crash.py")
 
 
-def private(key, plan, clipping="flat", momentum=0.9, data=None, **options):
+def private(key, plan, clipping="layers", momentum=0.9, data=None, **options):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     return make_private(model, optimizer, data or examples(), plan, clipping=clipping, key=key, **options)
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"clipping": "ghost"}, "clipping was flat and is ghost"),
+        ({"clipping": "microbatch"}, "clipping was layers and is microbatch"),
         ({"loss_reduction": "sum"}, "loss_reduction was mean and is sum"),
     ],
 )
