@@ -111,9 +111,9 @@ def test_layers_of_one_shape_share_a_launch():
     torch.manual_seed(0)
     pieces, weights = [], torch.tensor([0.5, 1.0, 0.0], device=DEVICE)
     for _ in range(2):
-        pieces += [Outer(*factors(3, 5, 7, 9)), Outer(*factors(3, 6, 7, 9)), Rows(torch.randn(3, 11).to(HALF).to(DEVICE))]
-    for together, alone in ((norms_of(pieces), [p.norms() for p in pieces]),):
-        for found, right in zip(together, alone, strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-3, atol=0)
+        pieces += [Outer(*factors(3, 5, 7, 9)), Outer(*factors(3, 6, 7, 9))]
+        pieces.append(Rows(torch.randn(3, 11).to(HALF).to(DEVICE)))
+    for found, piece in zip(norms_of(pieces), pieces, strict=True):
+        torch.testing.assert_close(found, piece.norms(), rtol=1e-3, atol=0)
     for found, piece in zip(sums_of(pieces, weights), pieces, strict=True):
         torch.testing.assert_close(found.view(-1), piece.sum(weights).view(-1), rtol=1e-3, atol=1e-5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from quell.errors import QuellError
 from quell.torch.engine.layers import LayerEngine
 
 
@@ -129,7 +130,6 @@ LAYERS = [
     (HuggingFaceLinear, numbers(4, 5, 6)),
     *[(lambda: nn.Embedding(5, 3, padding_idx=1), tokens(*shape)) for shape in ((4,), (4, 6), (4, 2, 3))],
     (lambda: nn.EmbeddingBag(5, 3, mode="sum"), tokens(4, 6)),
-    (lambda: Positions(flat=True), tokens(4, 4)),
     (lambda: Positions(flat=True), tokens(5, 4)),
     (lambda: Positions(flat=False), tokens(4, 4)),
     (lambda: nn.LayerNorm(6), numbers(4, 2, 3, 6)),
@@ -195,3 +195,13 @@ def test_layers_have_the_gradients_of_autograd(make, inputs, unit):
     assert seen == len(x) // unit
     for found, right in zip(sums, expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-4 * bound)
+
+
+def test_positions_that_might_be_tokens_are_refused_unless_they_were_seen_to_be_positions():
+    """torch.arange(4) in a batch of four: one row for all examples, or one token of each?"""
+    model = Positions(flat=True)
+    LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    with pytest.raises(QuellError, match=r"places \(Embedding\) is given the numbers 0 to 3 in a batch of 4 rows"):
+        model(torch.zeros(4, 4, dtype=torch.int64))
+    model(torch.zeros(3, 4, dtype=torch.int64))
+    assert model(torch.zeros(4, 4, dtype=torch.int64)).shape == (4, 4, 3)

@@ -505,7 +505,7 @@ def test_layers_are_taken_or_named(make, call, mapped, clipping):
     if clipping == "layers" or mapped:
         three_steps(private(model, clipping))
         return
-    with pytest.raises(QuellError, match="by torch.func.vmap, failed with"):
+    with pytest.raises(QuellError, match=r"by torch.func.vmap, failed with"):
         three_steps(private(model, clipping))
 
 

@@ -40,7 +40,8 @@ def test_filled_batches_have_one_shape_and_zeros_behind_the_examples():
     for x, y in loader:
         shapes.add((x.shape, y.shape))
         real = optimizer.run.unfinished.received.examples
-        assert not bool(x[real:].any()) and bool(x[:real].any()) == bool(real)
+        assert not bool(x[real:].any())
+        assert bool(x[:real].any()) == bool(real)
         filled += len(x) - real
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
@@ -69,7 +70,7 @@ def test_presence_changes_nobody_elses_bits():
     torch.manual_seed(0)
     found = []
     for left_out in (None, 2):
-        model, optimizer, loader = run(without_noise(small_plan()), fixed_shape=True, loss_reduction="sum")
+        model, optimizer, _loader = run(without_noise(small_plan()), fixed_shape=True, loss_reduction="sum")
         x, y = examples().tensors[0][:8].clone(), examples().tensors[1][:8].clone()
         if left_out is not None:
             x[left_out], y[left_out] = 0.0, 0
@@ -123,9 +124,10 @@ def test_batches_in_memory_are_indexed_at_once():
             raise AssertionError("one by one")
 
     x, y = examples().tensors
-    model, optimizer, loader = run(small_plan(), TensorDataset(x, y))
+    _model, _optimizer, loader = run(small_plan(), TensorDataset(x, y))
     batch = next(iter(loader))
-    assert isinstance(batch, list) and len(batch[0]) == 8
+    assert isinstance(batch, list)
+    assert len(batch[0]) == 8
     with pytest.raises(AssertionError, match="one by one"):  # a data set of one's own is asked as it wants to be
         next(iter(run(small_plan(), Counted(x, y))[2]))
 

@@ -196,6 +196,7 @@ class PrivateOptimizer(Optimizer):
     def close(self) -> None:
         """Let go of the ledger, so that another run of this process can go on with the key."""
         self.run.noise.close()
+        self._engine.require_bounded()
 
     def privacy_report(self) -> PrivacyReport:
         """What this run promises, has spent so far, and rests on."""

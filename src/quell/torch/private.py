@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import (
-    in_a_sentence,
     refuse_leaking_layers,
     refuse_wrong_arguments,
     trainable_parameters,

@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
 from quell.torch.distributed import gather
-from quell.torch.sharding import is_sharded
 from quell.torch.random_states import own_states, set_own_states
+from quell.torch.sharding import is_sharded
 from quell.torch.tape import Tape
 
 BATCHES = 3  # so many are probed
@@ -73,6 +73,10 @@ class Probe:
         model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._after, with_kwargs=True)
 
+    def __deepcopy__(self, memo: Any) -> Probe:
+        """A copy of the model has the hooks, which ignore every model but their own."""
+        return self
+
     def watch(self, batch: Any, examples: int) -> None:
         """The loop is about to get this batch."""
         self._stop()
@@ -106,13 +110,13 @@ class Probe:
         self._why = why
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._tape is not None:
+        if self._tape is not None and module is self.model:
             self._tape.pause()
             self._began = own_states()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         tape = self._tape
-        if tape is None:
+        if tape is None or module is not self.model:
             return
         tape.go_on()
         if module.training and torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
+from quell.noise.secrecy import never_copied
 from quell.torch.clipping import Clipped
 from quell.torch.sharding import local
 
@@ -49,8 +50,14 @@ class Engine(ABC):
         """Forget gradients that were computed and not collected."""
         self._seen, self._sums = 0, {}
 
-    def require_bounded(self) -> None:
+    def require_bounded(self) -> None:  # noqa: B027 - most engines look at their sums at once
         """Refuse sums that were too large, where an engine has not looked at all of them yet."""
+
+    def __deepcopy__(self, memo: Any) -> Engine:
+        """A copy of the model has this engine's hooks, which ignore every model but their own."""
+        return self
+
+    __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
 
     @abstractmethod
     def flush(self) -> None:

@@ -1,8 +1,8 @@
 """The first batch, looked at more closely: is what the engine measures for one unit what autograd computes for it?
 
-The first rows of the batch run twice, with equal random numbers: through the taps, and plainly. The gradient of the
-first unit alone must be the same for every parameter. A layer whose rows are not examples, a rule that does not fit,
-or a model that mixes rows shows here.
+The first unit of the batch runs twice, with equal random numbers: through the taps beside the second unit, and plainly
+beside the last one. Its gradient must be the same for every parameter. A layer whose rows are not examples, a rule that
+does not fit, or a model that mixes rows shows here.
 """
 
 from __future__ import annotations
@@ -50,15 +50,20 @@ class FirstBatch:
         known = [gradient for gradient in gradients if gradient is not None]
         if inputs is None or not known or not rows or any(not g.dim() or len(g) != rows for g in known):
             return  # the model was not called as a whole, or returned its loss
-        count = min(rows, 2 * unit)
-        cut = pytree.tree_map(lambda v: _first_rows(v, count) if _has_rows(v, rows) else v, inputs)
-        kept = [None if g is None else g[:count].clone() for g in gradients]
-        for gradient in kept:
-            if gradient is not None:
-                gradient[unit:] = 0.0
+        first = range(unit)
+        beside = [[*first, *range(unit, 2 * unit)], [*first, *(range(rows - unit, rows) if rows > 2 * unit else first)]]
+        cuts = [
+            pytree.tree_map(lambda v, chosen=chosen: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
+            for chosen in beside
+        ]
+        kept = [None if g is None else torch.cat([g[:unit], torch.zeros_like(g[:unit])]) for g in gradients]
         with restored_buffers(engine.model):
-            measured = self._measured(cut, kept)
-            real = engine.unwatched(lambda: self._by_autograd(cut, kept))
+            try:
+                measured = self._measured(cuts[0], kept)
+                real = engine.unwatched(lambda: self._by_autograd(cuts[1], kept))
+            except (RuntimeError, IndexError, ValueError):
+                engine.take_finished()
+                return  # a tensor that has as many rows by chance, such as a mask, was cut too
         whole = torch.stack([g.double().norm() for g in real.values()]).norm()
         if not torch.isfinite(whole) or not float(whole):
             return
@@ -105,8 +110,8 @@ def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _first_rows(value: Tensor, count: int) -> Tensor:
-    return value.detach()[:count].requires_grad_(value.requires_grad)
+def _rows(value: Tensor, chosen: list[int]) -> Tensor:
+    return value.detach()[chosen].requires_grad_(value.requires_grad)
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:

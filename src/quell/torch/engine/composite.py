@@ -172,7 +172,7 @@ def cell(engine: LayerEngine, layer: Any, x: Tensor, state: Any = None) -> Any:
         zeros = x.new_zeros(len(x), layer.hidden_size)
         state = (zeros, zeros) if gates is _lstm else zeros
     parts = tuple(state) if gates is _lstm else (state,)
-    made = []
+    made: list[Tensor] = []
     for which, value in (("ih", x), ("hh", parts[0])):
         weight, bias = (getattr(layer, f"{name}_{which}") for name in ("weight", "bias"))
         product = functional.linear(value, weight.detach(), None if bias is None else bias.detach())

@@ -99,7 +99,13 @@ def sums_of_rows(rows: Sequence[Tensor], weights: Tensor) -> Tensor:
 def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """(units, width) the gradients of scale and shift of a normalisation over the last dimension, unit by unit."""
     units, positions, width = x.shape
-    if not (x.is_cuda or interpreted) or _triton() is None or x.dtype == torch.float64 or width > 1 << 14 or not x.numel():
+    if (
+        not (x.is_cuda or interpreted)
+        or _triton() is None
+        or x.dtype == torch.float64
+        or width > 1 << 14
+        or not x.numel()
+    ):
         wide = x if x.dtype == torch.float64 else x.float()
         if centred:
             wide = wide - wide.mean(-1, keepdim=True)
@@ -118,7 +124,7 @@ def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Te
 
 @contextmanager
 def _table(tensors: Sequence[Tensor], aligned: bool = True) -> Iterator[Tensor]:
-    """The addresses of tensors, on their device, while they are held. Rows start at multiples of 16 bytes if aligned."""
+    """The addresses of tensors, on their device, while they are held; with rows that start at 16-byte borders."""
     held = [_aligned(tensor) if aligned else tensor.contiguous() for tensor in tensors]
     _triton().triton.set_allocator(partial(_workspace, device=held[0].device))
     yield torch.tensor([tensor.data_ptr() for tensor in held], dtype=torch.int64).to(held[0].device)
@@ -137,8 +143,7 @@ def _workspace(size: int, alignment: int, stream: int | None, device: torch.devi
 
 
 def _type(values: Tensor) -> Any:
-    language = _triton().tl
-    return {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[values.dtype]
+    return _triton().TYPES[str(values.dtype)]
 
 
 def _pairs(positions: int) -> int:
@@ -176,4 +181,4 @@ def _triton() -> Any:
         from quell.torch.engine import triton_kernels
     except ImportError:
         return None
-    return triton_kernels if hasattr(triton_kernels.tl, "make_tensor_descriptor") else None
+    return triton_kernels if triton_kernels.CAN_DESCRIBE else None

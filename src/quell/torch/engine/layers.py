@@ -31,7 +31,7 @@ from quell.noise.secrecy import never_copied
 from quell.torch.checks import in_a_sentence
 from quell.torch.clipping import clip_factors, norm_of
 from quell.torch.distributed import sum_over_ranks, world
-from quell.torch.engine.base import Engine, is_differentiable
+from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.composite import COMPOSITES
@@ -56,6 +56,7 @@ class Layer:
     trained: Mapping[str, str]  # from its own names of its parameters to the optimizer's
     forward: Callable[..., Any]  # as it was before
     row_by_row: bool | None = None  # whether its parameters may be given to it once for every row
+    shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
 
 
 class LayerEngine(Engine):
@@ -74,7 +75,9 @@ class LayerEngine(Engine):
         self.sharded = any(is_sharded(parameter) for parameter in self.params.values())
         self._layers: dict[int, Layer] = {}
         self._idle = False  # whether layers run as if they had no taps
-        self._rows: int | None = None  # examples of the forward pass that runs now
+        self._rows: int | None = None  # rows of the forward pass that runs now
+        self._given: set[int] = set()  # where its inputs lie in memory
+        self._collected = 0  # how often sums were collected: gradients of older forward passes are refused
         self._finished: list[Found] = []
         self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
         self._outer: dict[int, int] = {}  # of a backward pass inside another, which reentrant checkpoints have
@@ -101,14 +104,15 @@ class LayerEngine(Engine):
     # Forward
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and not self._idle:
+        if model is self.model and torch.is_grad_enabled() and not self._idle:
             tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim()]
             self._rows = len(tensors[0]) if tensors else None
+            self._given = {v.untyped_storage().data_ptr() for v in tensors}
             if self._first is not None:
                 self._first.remember(args, kwargs)
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled() and not self._idle and self._first is not None:
+        if model is self.model and torch.is_grad_enabled() and not self._idle and self._first is not None:
             self._first.watch(outputs)
 
     def run(self, module: Any, args: Any, kwargs: Any) -> Any:
@@ -124,7 +128,7 @@ class LayerEngine(Engine):
             anchor = weight if weight.requires_grad else bias
             return tapped_linear(x, weight, bias, anchor, self._arrival(module, linear))
         if layer.rule is embedding:
-            x = self._own_rows(x)
+            x = self._own_rows(layer, x)
         elif layer.rule in LOWERED and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         with swapped(module):
@@ -141,7 +145,7 @@ class LayerEngine(Engine):
         """Parameters whose first dimension is 1 row by row where the layer can take them so, others by torch.func."""
         if layer.row_by_row is None:
             layer.row_by_row = self._takes_rows(module, layer, args, kwargs)
-        if layer.row_by_row:
+        if layer.row_by_row:  # None, in a batch of one row, is as good as False
             with swapped(module, **self._row_by_row(module, layer)):
                 return layer.forward(*args, **kwargs)
         values, structure = pytree.tree_flatten((args, kwargs))
@@ -174,30 +178,35 @@ class LayerEngine(Engine):
     def _row_by_row(self, module: nn.Module, layer: Layer) -> dict[str, Tensor]:
         assert self._rows is not None
         own = module._parameters
-        return {
-            name: per_row(own[name], self._rows, self._arrival(module, _row_rule(name)))  # type: ignore[arg-type]
-            for name in layer.trained
-        }
+        return {name: per_row(own[name], self._rows, self._arrival(module, _row_rule(name))) for name in layer.trained}
 
-    def _takes_rows(self, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool:
-        """Whether the layer gives the same with every (1, ...) parameter once per row, as a token or positions have."""
-        own = [module._parameters[name] for name in layer.trained]
-        if self._rows is None or any(p is None or p.dim() < 2 or len(p) != 1 for p in own):
+    def _takes_rows(self, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:
+        """Whether every (1, ...) parameter may be given once per row: None where a single row cannot tell.
+
+        The output must be the same, and a change to one row's copy must change that row of the output alone.
+        """
+        own = {name: module._parameters[name] for name in layer.trained}
+        if any(p is None or p.dim() < 2 or len(p) != 1 for p in own.values()):
             return False
-        devices = list({p.device for p in own if p is not None and p.is_cuda})
-
-        def outputs(**others: Tensor) -> list[Any]:
-            with torch.random.fork_rng(devices), swapped(module, **others):
-                torch.manual_seed(0)
-                return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor)]
-
+        if self._rows is None or self._rows < 2:
+            return None
+        whole = {name: p.detach().expand(self._rows, *p.shape[1:]) for name, p in own.items() if p is not None}
+        changed = {name: p.clone() for name, p in whole.items()}
+        for p in changed.values():
+            p[0] += 1.0
         with torch.no_grad():
-            rows = {n: module._parameters[n].expand(self._rows, *module._parameters[n].shape[1:]) for n in layer.trained}  # type: ignore[union-attr]
             try:
-                pairs = zip(self.unwatched(outputs), self.unwatched(partial(outputs, **rows)), strict=True)
-                return all(a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-3, atol=1e-5)) for a, b in pairs)
-            except (RuntimeError, ValueError):
+                plain, same, other = (
+                    self.unwatched(partial(_outputs, module, layer, args, kwargs, given))
+                    for given in ({}, whole, changed)
+                )
+            except (RuntimeError, ValueError, IndexError):
                 return False
+        rows = self._rows
+        return all(
+            a.shape == b.shape == c.shape and len(a) == rows and _close(a, b) and _close(a[1:], c[1:])
+            for a, b, c in zip(plain, same, other, strict=True)
+        )
 
     def unwatched(self, run: Callable[[], Any]) -> Any:
         """Run the model, or a part of it, as if it had no taps."""
@@ -207,17 +216,23 @@ class LayerEngine(Engine):
         finally:
             self._idle = before
 
-    def _own_rows(self, tokens: Tensor) -> Tensor:
+    def _own_rows(self, layer: Layer, tokens: Tensor) -> Tensor:
         """Position numbers that all examples share, such as torch.arange(length), once for every example."""
         rows = self._rows
         if rows is None or (tokens.dim() > 1 and len(tokens) == rows):
             return tokens
         if tokens.dim() > 1 and len(tokens) == 1:
             return tokens.expand(rows, *tokens.shape[1:])
-        if tokens.dim() == 1:
-            counted = len(tokens) == rows > 1 and bool((tokens == torch.arange(rows, device=tokens.device)).all())
-            if len(tokens) != rows or counted:
-                return tokens.expand(rows, len(tokens))
+        if tokens.dim() == 1 and (layer.shared or len(tokens) != rows):
+            layer.shared = True
+            return tokens.expand(rows, len(tokens))
+        made_inside = tokens.dim() == 1 and tokens.untyped_storage().data_ptr() not in self._given
+        if made_inside and rows > 1 and bool((tokens == torch.arange(rows, device=tokens.device)).all()):
+            raise QuellError(
+                f"{layer.name} (Embedding) is given the numbers 0 to {rows - 1} in a batch of {rows} rows: they may be "
+                "positions that all examples share, or one token of each; give positions a first dimension of 1 "
+                "(positions[None])"
+            )
         return tokens
 
     @property
@@ -231,6 +246,7 @@ class LayerEngine(Engine):
 
     def _arrival(self, module: nn.Module, rule: Rule) -> Arrived:
         within, used, expected = torch._C._current_graph_task_id(), [False], self._rows
+        made_at = self._collected
         if within >= 0:  # a reentrant checkpoint runs its layers again, and has a backward pass of its own
             self._pass(within)
 
@@ -239,6 +255,11 @@ class LayerEngine(Engine):
                 raise QuellError(
                     f"a second backward pass came through one forward pass of {self.called(module)}: add the losses up "
                     "and call backward() once"
+                )
+            if made_at != self._collected:
+                raise QuellError(
+                    f"a gradient came to {self.called(module)} from a forward pass before the last optimizer.step(): "
+                    "call backward() and step() before the next batch"
                 )
             used[0] = True
             backward = torch._C._current_graph_task_id()
@@ -287,6 +308,11 @@ class LayerEngine(Engine):
 
     # Clipping
 
+    def collect(self) -> tuple[int, list[Tensor]]:
+        found = super().collect()
+        self._collected += 1
+        return found
+
     def flush(self) -> None:
         finished = self.take_finished()
         for name, parameter in self.params.items():
@@ -314,7 +340,7 @@ class LayerEngine(Engine):
                 "row per example"
             )
         count = units.pop()
-        if self._first is not None and count:
+        if self._first is not None and count > 1:
             first, self._first = self._first, None
             first.compare()
         scale = count if self.mean_loss else 1 / self.rows_per_unit
@@ -331,6 +357,8 @@ class LayerEngine(Engine):
             self._require_bounded(*self._norm_over_ranks(sums, examples))
         else:
             self._last_sum = norm_of(sums.values()), examples
+            if not factors.is_cuda:
+                self.require_bounded()
         self._add(examples, sums)
 
     def _look(self, all_finite: Tensor) -> bool:
@@ -372,7 +400,7 @@ class LayerEngine(Engine):
 
 
 def gathered(found: Found) -> dict[Names, list[Piece]]:
-    """The pieces by the parameters they are for; those of biases and scales as one, because each costs the host time."""
+    """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
     pieces: dict[Names, list[Piece]] = {}
     small: dict[str, Tensor] = {}
     for name, parts in found.items():
@@ -402,7 +430,7 @@ class _Forward:
     def __init__(self, engine: LayerEngine | None, module: nn.Module) -> None:
         self.engine, self.module = engine, module
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         if engine is None:
@@ -418,6 +446,18 @@ class _Forward:
 
     def __repr__(self) -> str:
         return "<tapped forward>"
+
+
+def _outputs(module: nn.Module, layer: Layer, args: Any, kwargs: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    """A layer's outputs with other parameters, always with the same random numbers."""
+    devices = list({p.device for p in module.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices), swapped(module, **given):
+        torch.manual_seed(0)
+        return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor) and v.dim()]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-5))
 
 
 def _row_rule(name: str) -> Rule:

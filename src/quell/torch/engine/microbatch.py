@@ -1,4 +1,4 @@
-"""`clipping="microbatch"`: per-example gradients by torch.func, one micro-batch at a time. Needs no Opacus.
+"""`clipping="microbatch"`: per-example gradients by torch.func, one micro-batch at a time.
 
 The forward pass keeps no activations. When the loss has sent its gradient back to the outputs, each micro-batch runs
 again, with the same random numbers, and its per-example gradients are clipped and added before the next one: one
@@ -23,8 +23,8 @@ from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.engine.base import DeferredEngine, Pass
 
 _NOT_MAPPED = (
-    "clipping='microbatch' takes layers that vmap understands, and no convolutions or norms under autocast: use the default "
-    "clipping='layers', change the layer, or leave autocast out"
+    "clipping='microbatch' takes layers that vmap understands, and no convolutions or norms under autocast: use "
+    "clipping='layers', the default, change the layer, or leave autocast out"
 )
 
 

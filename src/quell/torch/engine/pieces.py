@@ -79,12 +79,15 @@ class Outer:
 
     @property
     def positions(self) -> int:
-        return self.g.shape[1]
+        return int(self.g.shape[1])
 
     def norms(self) -> Tensor:
         if self.positions == 1:
-            # The sum multiplies g by the weight in g's own precision: one rounding of every entry.
-            return row_norms(self.g[:, 0]).float() * row_norms(self.a[:, 0]).float() * (1 + _unit(self.g))
+            # The sum multiplies g by the weight in g's own precision: one rounding of every entry. In float64, because
+            # the product of a norm whose squares underflow with a large one is of ordinary size.
+            norms = [torch.linalg.vector_norm(values[:, 0], dim=1, dtype=torch.float64) for values in (self.g, self.a)]
+            finest = torch.finfo(self.g.dtype).tiny * _unit(self.g)  # what entries below the normal ones are rounded to
+            return ((norms[0] + finest * self.g.shape[2] ** 0.5) * norms[1] * (1 + _unit(self.g))).float()
         if kernels.take(self.g, self.a):
             return kernels.gram_norms([(self.g, self.a)])[0]
         return gram_norms(wide(self.g), wide(self.a))
@@ -92,7 +95,8 @@ class Outer:
     def sum(self, weights: Tensor) -> Tensor:
         if self.positions > 1 and kernels.take(self.g, self.a):
             return kernels.weighted_sums([(self.g, self.a)], weights)[0]
-        g, a = (self.g, self.a) if self.positions == 1 else (wide(self.g), wide(self.a))
+        exact = self.positions > 1 or self.g.dtype == torch.float16  # which would round small products to nothing
+        g, a = (wide(self.g), wide(self.a)) if exact else (self.g, self.a)
         scaled = g * weights.to(g.dtype)[:, None, None]
         return _product(scaled.flatten(0, 1), a.flatten(0, 1))
 
@@ -120,7 +124,7 @@ class Tokens:
     def sum(self, weights: Tensor) -> Tensor:
         scaled = wide(self._padded()) * weights.unsqueeze(-1).unsqueeze(-1)
         # Sorted by token inside, so that the same sum comes out every time; index_add_ on a GPU adds in any order.
-        return torch.ops.aten.embedding_dense_backward(scaled, self.tokens, self.vocabulary, -1, False)  # type: ignore[no-any-return]
+        return torch.ops.aten.embedding_dense_backward(scaled, self.tokens, self.vocabulary, -1, False)
 
     def without(self, spoiled: Tensor) -> Tokens:
         return Tokens(cleared(self.g, spoiled), self.tokens, self.vocabulary, self.padding)

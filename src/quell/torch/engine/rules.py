@@ -130,7 +130,9 @@ def _bias(layer: Any, g: Tensor) -> Pieces:
 
 def summed(g: Tensor) -> Rows:
     """The gradient of a bias: the sum over positions."""
-    return Rows(g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32))
+    return Rows(
+        g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32)
+    )
 
 
 def _unfold(layer: Any, x: Tensor) -> Tensor:

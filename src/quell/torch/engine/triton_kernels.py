@@ -5,11 +5,16 @@ outputs), A is (units, positions, inputs); both are read by tensor descriptors, 
 Every program works for one unit of one layer, or adds up all units of a layer in their order.
 """
 
+# mypy: ignore-errors
+# The compiler infers the types.
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+CAN_DESCRIBE = hasattr(tl, "make_tensor_descriptor")
+TYPES = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
 CHUNK = tl.constexpr(1024)  # so many products are added in a row before they join a sum: rounding grows with it
 
 
@@ -52,33 +57,31 @@ def _put(found, number, unit, pairs, p, q, square, size):
 
 @triton.jit
 def _factor(table, place, units, T, D, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A layer's (units, T, D) tensor, to be read in blocks of (1, ROWS, COLUMNS). Its rows are multiples of 16 bytes."""
+    """A layer's (units, T, D) tensor, to be read in blocks of (1, ROWS, COLUMNS). Its rows start at 16-byte borders."""
     start = tl.load(table + place).to(tl.pointer_type(TYPE))
     stride = tl.cdiv(D, 8).to(tl.int64) * 8
     return tl.make_tensor_descriptor(start, [units, T, D], [T * stride, stride, 1], [1, ROWS, COLUMNS])
 
 
 @triton.jit
-def gram(table, found, units, T, O, I, pairs, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
+def gram(table, found, units, T, OUT, IN, pairs, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
     number, unit, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p, q = _pair(number)
-    G = _factor(table, 2 * layer, units, T, O, TYPE, TILE, DEPTH)
-    A = _factor(table, 2 * layer + 1, units, T, I, TYPE, TILE, DEPTH)
+    G = _factor(table, 2 * layer, units, T, OUT, TYPE, TILE, DEPTH)
+    A = _factor(table, 2 * layer + 1, units, T, IN, TYPE, TILE, DEPTH)
     found += layer * 2 * units * pairs
-    x = _products(G, unit, p, q, O, TILE, DEPTH)
-    y = _products(A, unit, p, q, I, TILE, DEPTH)
+    x = _products(G, unit, p, q, OUT, TILE, DEPTH)
+    y = _products(A, unit, p, q, IN, TILE, DEPTH)
     size = tl.sum(_lengths(x, p, q, TILE) * _lengths(y, p, q, TILE))
     _put(found, number, unit, pairs, p, q, tl.sum(x * y), size)
 
 
 @triton.jit
-def token_gram(
-    table, tokens, found, units, T, O, pairs, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
-):
+def token_gram(table, tokens, found, units, T, OUT, pairs, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
     number, unit = tl.program_id(0), tl.program_id(1)
     p, q = _pair(number)
-    G = _factor(table, 0, units, T, O, TYPE, TILE, DEPTH)
-    x = _products(G, unit, p, q, O, TILE, DEPTH)
+    G = _factor(table, 0, units, T, OUT, TYPE, TILE, DEPTH)
+    x = _products(G, unit, p, q, OUT, TILE, DEPTH)
     r, c = p * TILE + tl.arange(0, TILE), q * TILE + tl.arange(0, TILE)
     left = tl.load(tokens + unit * T + r, mask=r < T, other=-1)
     right = tl.load(tokens + unit * T + c, mask=c < T, other=-2)
@@ -94,13 +97,14 @@ def bounded(found, norms, units, pairs, rounding, underflow, BLOCK: tl.constexpr
     square = tl.load(found + unit * pairs + k, mask=k < pairs, other=0.0).to(tl.float64)
     size = tl.load(found + (units + unit) * pairs + k, mask=k < pairs, other=0.0).to(tl.float64)
     whole = tl.sum(size) * 1.001 + underflow
-    tl.store(norms + layer * units + unit, tl.sqrt(tl.maximum(tl.sum(square), 0.0) + rounding * whole * whole).to(tl.float32))
+    bound = tl.maximum(tl.sum(square), 0.0) + rounding * whole * whole
+    tl.store(norms + layer * units + unit, tl.sqrt(bound).to(tl.float32))
 
 
 @triton.jit
-def _tile(number, O, I, TILE: tl.constexpr):
+def _tile(number, OUT, IN, TILE: tl.constexpr):
     """Which tile of the weight a program has: eight rows of tiles at a time, whose factors stay in the cache."""
-    down, across = tl.cdiv(O, TILE), tl.cdiv(I, TILE)
+    down, across = tl.cdiv(OUT, TILE), tl.cdiv(IN, TILE)
     group = number // (8 * across)
     rows = tl.minimum(down - group * 8, 8)
     within = number % (8 * across)
@@ -116,16 +120,16 @@ def _step(G, A, unit, t, m, n, tile, TILE: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def weighted(table, weights, sums, units, T, O, I, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
+def weighted(table, weights, sums, units, T, OUT, IN, TYPE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
     number, layer = tl.program_id(0), tl.program_id(1)
-    G = _factor(table, 2 * layer, units, T, O, TYPE, DEPTH, TILE)
-    A = _factor(table, 2 * layer + 1, units, T, I, TYPE, DEPTH, TILE)
-    m, n = _tile(number, O, I, TILE)
+    G = _factor(table, 2 * layer, units, T, OUT, TYPE, DEPTH, TILE)
+    A = _factor(table, 2 * layer + 1, units, T, IN, TYPE, DEPTH, TILE)
+    m, n = _tile(number, OUT, IN, TILE)
     total = tl.zeros((TILE, TILE), tl.float32)
     tile = tl.zeros((TILE, TILE), tl.float32)
     steps = tl.cdiv(T, DEPTH)
     # One loop over units and positions, so that loads run ahead from one unit into the next.
-    for step in range(0, units * steps):
+    for step in range(units * steps):
         unit = step // steps
         tile = _step(G, A, unit, (step % steps) * DEPTH, m, n, tile, TILE, DEPTH)
         if step % steps == steps - 1:
@@ -133,8 +137,8 @@ def weighted(table, weights, sums, units, T, O, I, TYPE: tl.constexpr, TILE: tl.
             total += tl.where(weight != 0.0, weight * tile, 0.0)
             tile = tl.zeros((TILE, TILE), tl.float32)
     m, n = m + tl.arange(0, TILE), n + tl.arange(0, TILE)
-    out = sums + layer.to(tl.int64) * O * I + m[:, None].to(tl.int64) * I + n[None, :]
-    tl.store(out, total, mask=(m[:, None] < O) & (n[None, :] < I))
+    out = sums + layer.to(tl.int64) * OUT * IN + m[:, None].to(tl.int64) * IN + n[None, :]
+    tl.store(out, total, mask=(m[:, None] < OUT) & (n[None, :] < IN))
 
 
 @triton.jit
