@@ -67,4 +67,4 @@ def build(
 
 def released_matrix(chosen: Strategy) -> np.ndarray[Any, np.dtype[np.float64]]:
     """C as the noise has it: the inverse of what the noise is made from."""
-    return np.linalg.inv(chosen.noising_matrix())
+    return np.asarray(np.linalg.inv(chosen.noising_matrix()), dtype=np.float64)

@@ -1,8 +1,8 @@
 """Plan files with something changed: no false one may verify, and none may end in anything but a sentence.
 
 Honest plans of many kinds are saved and changed: stronger claims edited in consistently (less noise with the errors to
-match, a smaller ε or δ wherever it is written, another scheme, other sizes), single values moved a little or replaced by
-rubbish, keys dropped, copied and renamed, text cut. A file that verifies must state what the plan loaded from it
+match, a smaller ε or δ wherever it is written, another scheme, other sizes), single values moved a little or replaced
+by rubbish, keys dropped, copied and renamed, text cut. A file that verifies must state what the plan loaded from it
 states, and its noise must truly buy its (ε, δ), judged by `attacks.truth`.
 """
 
@@ -91,7 +91,7 @@ def one(random: np.random.Generator, path: Path) -> Trial:
     label = f"plan {number} after {change.__name__.strip('_')}"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:
-        with _limited():
+        with _Limited():
             if not all(check.holds for check in quell.verify(path)):
                 return Trial("plans", refused=True)
             return judged(path, label)
@@ -268,7 +268,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(value[key])
 
 
-class _limited:
+class _Limited:
     """Ends what takes more than `SECONDS` of processor time, with an error."""
 
     def __enter__(self) -> None:

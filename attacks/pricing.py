@@ -8,6 +8,8 @@ probability below one in a million.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +49,11 @@ class Claim:
         )
 
 
-def attack(count: int, seed: int, workers: int = 1) -> list[Outcome]:
-    """So many priced configurations; one row per scheme."""
-    names = [name for name, share in SHARES.items() for _ in range(max(1, round(share * count)))]
-    # the slow ones first, so that no worker is left with them at the end
-    cases = [(name, seed + number) for number, name in enumerate(sorted(names, key=lambda name: SHARES[name]))]
+def attack(count: int, seed: int, workers: int = 1, shares: Mapping[str, float] = SHARES) -> list[Outcome]:
+    """So many priced configurations, divided between the schemes by `shares`; one row per scheme."""
+    slow_first = sorted(shares, key=lambda name: shares[name])  # so that no worker is left with them at the end
+    names = [name for name in slow_first for _ in range(round(shares[name] * count))]
+    cases = [(name, seed + number) for number, name in enumerate(names)]
     return by_group("random configurations", spread(one, cases, workers))
 
 
@@ -114,7 +116,7 @@ def about(matrix: Matrix, scheme: Scheme, epsilon: float, delta: float, random: 
     if isinstance(scheme, Poisson | CyclicPoisson):  # by the central limit theorem
         rounds = -(-scheme.steps // scheme.groups)
         column = float(np.linalg.norm(matrix, axis=0).max())
-        return column * jitter * max(0.5, 1 / np.log1p(low**2 / (scheme.rate**2 * rounds)) ** 0.5)
+        return column * jitter * max(0.5, 1 / math.log1p(low**2 / (scheme.rate**2 * rounds)) ** 0.5)
     move = truth.worst_move(matrix, scheme.separation, scheme.participation.count, random)
     return jitter * move / low * {"cyclic": 1.0, "balls_in_bins": 0.85}.get(scheme.name, 0.7)
 
@@ -149,7 +151,6 @@ def true_delta(
             rows, chances = truth.bin_patterns(scheme.steps, scheme.separation)
         case BMinSep():
             found = truth.chain_patterns(scheme.steps, scheme.separation, scheme.rate)
-            if found is None:
-                raise AssertionError(f"{scheme!r} has too many patterns to list")
+            assert found is not None, "the schemes of this attack are small enough to list their patterns"
             rows, chances = found
     return truth.mixture_delta(rows @ matrix.T, chances, sigma, epsilon, seed, effort)

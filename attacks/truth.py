@@ -117,7 +117,7 @@ def mixture_delta(
     By importance sampling from a mixture of stretched (remove) or shifted (add) copies, which contains the law itself.
     """
     random = np.random.default_rng(seed)
-    points = np.linalg.qr(means.T / sigma, mode="r").T if len(means) < means.shape[1] else means / sigma
+    points = np.asarray(np.linalg.qr(means.T / sigma, mode="r")).T if len(means) < means.shape[1] else means / sigma
     draws = int(effort * min(60_000, max(5_000, 5e6 / len(points))))
     both = [_remove(points, np.log(chances), epsilon, draws, random), _add(points, chances, epsilon, draws, random)]
     measured = [(values.mean(), values.std() / math.sqrt(draws)) for values in both]
@@ -177,7 +177,9 @@ def _composed(moves: Array, rate: float, epsilon: float, removed: bool) -> float
     spectrum = np.ones(_CELLS // 2 + 1, dtype=np.complex128)
     for size, count in zip(sizes, counts, strict=True):
         cells = np.zeros(_CELLS)
-        np.add.at(cells, grid[:-1] % _CELLS, _masses(step * grid, float(size), rate, removed))
+        np.add.at(
+            cells, grid[:-1] % _CELLS, _masses(np.asarray(step * grid, dtype=np.float64), float(size), rate, removed)
+        )
         spectrum *= np.fft.rfft(cells) ** int(count)
     total = np.fft.irfft(spectrum, _CELLS)
     beyond = grid[grid * step > epsilon]
@@ -190,10 +192,10 @@ def _masses(edges: Array, size: float, rate: float, removed: bool) -> Array:
         inside = np.exp(edges if removed else -edges) - (1 - rate)
         place = np.where(inside > 0, (np.log(np.maximum(inside, 1e-320) / rate) + size**2 / 2) / size, -np.inf)
     below = (1 - rate) * ndtr(place) + rate * ndtr(place - size) if removed else ndtr(place)
-    return np.abs(np.diff(below))
+    return np.asarray(np.abs(np.diff(below)))
 
 
-def _reach(sizes: Array, counts: Array, rate: float, removed: bool) -> tuple[float, float]:
+def _reach(sizes: Array, counts: NDArray[np.integer], rate: float, removed: bool) -> tuple[float, float]:
     """How far the sum of the losses reaches below and above 0, but for 1e-14 of its mass (Chernoff's bound)."""
     tilts = np.concatenate([-np.logspace(1.5, -2, 60), np.logspace(-2, 1.5, 60)])
     moments = np.zeros(len(tilts))
@@ -205,5 +207,3 @@ def _reach(sizes: Array, counts: Array, rate: float, removed: bool) -> tuple[flo
         moments += count * logsumexp(density + tilts[:, None] * loss, axis=1)
     bounds = (moments + 33.0) / np.abs(tilts)
     return max(1e-3, float(bounds[tilts < 0].min())), max(1e-3, float(bounds[tilts > 0].min()))
-
-
