@@ -97,7 +97,7 @@ def one_run(task: tuple[int, int]) -> tuple[list[Trial], int, int]:
     mechanism = str(random.choice(list(MECHANISMS)))
     script = Script(
         mechanism,
-        "poisson" if mechanism == "identity" and random.random() < 0.5 else "cyclic",
+        "balls_in_bins" if mechanism == "identity" and random.random() < 0.5 else "cyclic",
         str(random.choice(CLIPPING)),
         int(random.integers(1, 8)),
         bool(random.random() < 0.5),

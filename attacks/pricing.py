@@ -2,7 +2,7 @@
 
 Any family under any scheme, any optimizer. A claim is a noise level for (ε, δ), an ε for a noise level, or a δ; it is
 false where the true δ at the claimed ε is above the claimed δ. A δ that was sampled counts five standard errors lower,
-and a suspicion has to come up again with fresh draws, ten times as many: a full run accuses honest claims with a
+and a suspicion has to come up again with fresh draws, four times as many: a full run accuses honest claims with a
 probability below one in a million.
 """
 
@@ -116,7 +116,7 @@ def about(matrix: Matrix, scheme: Scheme, epsilon: float, delta: float, random: 
     if isinstance(scheme, Poisson | CyclicPoisson):  # by the central limit theorem
         rounds = -(-scheme.steps // scheme.groups)
         column = float(np.linalg.norm(matrix, axis=0).max())
-        return column * jitter * max(0.5, 1 / math.log1p(low**2 / (scheme.rate**2 * rounds)) ** 0.5)
+        return float(column * jitter * max(0.5, 1 / math.log1p(low**2 / (scheme.rate**2 * rounds)) ** 0.5))
     move = truth.worst_move(matrix, scheme.separation, scheme.participation.count, random)
     return jitter * move / low * {"cyclic": 1.0, "balls_in_bins": 0.85}.get(scheme.name, 0.7)
 
@@ -126,7 +126,7 @@ def judged(claim: Claim, seed: int) -> Trial:
     said = claim.guarantee
     measured = true_delta(claim.strategy, claim.scheme, said.noise_multiplier, said.epsilon, seed)
     if measured.lower > said.delta and not isinstance(claim.scheme, Cyclic | Poisson | CyclicPoisson):
-        measured = true_delta(claim.strategy, claim.scheme, said.noise_multiplier, said.epsilon, seed + 10**9, 10.0)
+        measured = true_delta(claim.strategy, claim.scheme, said.noise_multiplier, said.epsilon, seed + 10**9, 4.0)
     ratio = measured.lower / said.delta if said.delta else float(measured.lower > 0) * 2
     if not ratio <= 1:
         return Trial(claim.scheme.name, ratio, f"{claim}, but delta is {measured.delta:.4g}")
