@@ -45,7 +45,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/torch_step.py --models cnn --rounds 5
 
 attack: $(STAMP)  ## try to break every promise; writes attacks/results.md (about 20 minutes)
-	$(BIN)/python -m attacks
+	$(BIN)/python -m attacks --write
 
 screenshot: $(STAMP)  ## the picture in docs/report.md; needs Chromium
 	$(BIN)/python -m tests.page.screenshot docs/report.png
