@@ -14,7 +14,7 @@ import quell.verification
 from attacks import audit, clipping, noise, plan_files, pricing
 from quell import privacy
 from quell.noise import Key
-from quell.sampling import BallsInBins, Batches, Poisson
+from quell.sampling import BallsInBins, Batches
 
 
 def breaks(outcomes) -> int:
@@ -46,6 +46,7 @@ def test_prices_with_too_little_noise_under_coins(scheme, monkeypatch):
     assert breaks(pricing.attack(3, seed=1, shares={scheme: 1.0})) >= 2
 
 
+@pytest.mark.slow
 def test_prices_with_another_sampler_than_accounted(monkeypatch):
     """The accountant of balls in bins, given twice the bins that there are."""
     real = privacy.delta
@@ -109,12 +110,11 @@ def test_noise_of_one_key_in_two_runs(monkeypatch):
 
 
 def test_audit_of_a_sampler_that_takes_more(monkeypatch):
-    monkeypatch.setattr(audit, "FAMILIES", {"poisson": ("identity",)})
-    monkeypatch.setattr(audit, "_scheme", lambda name, random: Poisson(10, 0.2))
+    """Accounted are five bins, but there are two."""
+    monkeypatch.setattr(audit, "FAMILIES", {"balls_in_bins": ("identity",)})
+    monkeypatch.setattr(audit, "_scheme", lambda name, random: BallsInBins(10, 5))
     monkeypatch.setattr(
-        audit,
-        "Batches",
-        lambda scheme, examples, key: Batches(dataclasses.replace(scheme, rate=3 * scheme.rate), examples, key),
+        audit, "Batches", lambda scheme, examples, key: Batches(BallsInBins(scheme.steps, 2), examples, key)
     )
     (outcome,) = audit.attack(1, seed=1, examples=100_000)
     assert len(outcome.breaks) == 1
