@@ -183,7 +183,7 @@ def live(folder: Path, rank: int, world: int) -> None:
         audited(folder, name)
     if world == 2:
         disagreeing(folder)
-        for name in ("flat", "fsdp"):
+        for name in ("ddp", "fsdp"):
             replaying(folder, name)
     dist.destroy_process_group()
 

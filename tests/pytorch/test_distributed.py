@@ -61,7 +61,7 @@ def test_ranks_with_different_arguments_refuse_to_start(worlds):
 
 
 def test_ranks_replay_together_or_not_at_all(worlds):
-    for name in ("flat", "fsdp"):
+    for name in ("ddp", "fsdp"):
         for rank in (0, 1):
             same, refused = torch.load(worlds[2] / f"replay {name} {rank}.pt")
             assert same is True

@@ -61,7 +61,8 @@ def test_a_step_waits_for_the_device_once(clipping, monkeypatch):
     before = len(looks)
     done = second_step(*trio).count
     waits = sum(n for name, n in done.items() if "_local_scalar" in name or "nonzero" in name)
-    assert waits + (len(looks) - before) / 2 == 1  # two steps
+    # Two steps. A CPU, which waits for nothing, looks at the sum too; a GPU does so a step later, in the same look.
+    assert waits + (len(looks) - before) / 2 == (2 if clipping == "layers" else 1)
 
 
 def test_no_examples_whole_gradient_of_a_large_layer_is_made():
@@ -120,7 +121,7 @@ def test_a_run_is_that_of_one_backward_pass_per_example(make):
 @pytest.mark.parametrize(("make", "passes"), [(network, 1), (Again, 2), (Foreign, 1), (Checkpointed, 2)])
 def test_no_layer_runs_again_and_autograd_makes_no_gradient_of_a_weight(make, passes):
     model, optimizer, loader = private(make(), "layers", small_plan())
-    train(model, optimizer, loader, steps=1)
+    train(model, optimizer, loader, steps=3)  # the first batches are probed
     layer = next(m for name, m in model.named_modules() if name in ("0", "layer", "first"))
     computed, ran = [], []
     layer.weight.register_hook(computed.append)

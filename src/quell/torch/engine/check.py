@@ -61,6 +61,8 @@ class FirstBatch:
             try:
                 measured = self._measured(cuts[0], kept)
                 real = engine.unwatched(lambda: self._by_autograd(cuts[1], kept))
+            except QuellError:
+                raise
             except (RuntimeError, IndexError, ValueError):
                 engine.take_finished()
                 return  # a tensor that has as many rows by chance, such as a mask, was cut too
