@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from common import PLANS, RESULTS, Entry, Results, read_json
 from plans import MORE, PAPER, PEERS, PLANNED, plan_name
-from training import Job, load, run_all
+from training import Job, lanes_of, read_cifar10, run_all
 
 SEEDS = (1, 2, 3)
+SMOKE = 975  # images with which an epoch has as many batches as planned
 SAMPLINGS = ("balls_in_bins", "cyclic")
 CLIPS = (1.0, 3.0, 10.0)
 PACES = (0.7, 1.4, 2.8, 5.6)  # learning rate × the norm that gradients have after clipping, about min(clip, 4)
@@ -125,7 +125,7 @@ def arguments(description: str | None, stages: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="a folder with CIFAR-10")
     parser.add_argument("--stages", default=stages)
-    parser.add_argument("--lanes", type=int, default=3, help="runs at a time")
+    parser.add_argument("--lanes", type=int, default=3, help="runs at a time, each in a process of its own")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so many seconds")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true", help="two steps on little data, to try the script")
@@ -135,27 +135,25 @@ def arguments(description: str | None, stages: str) -> argparse.Namespace:
 def main() -> None:
     options = arguments(__doc__, "explore,main,paper")
     deadline = time.time() + options.seconds
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plans = read_json(PLANS / "cifar10.json")
     most = 1 if options.smoke else None
-    data = load(options.data, device, 1000 if options.smoke else None)
-    print(f"data loaded in {time.time() - deadline + options.seconds:.1f} s", flush=True)
     searches, results = Results(options.results / "cifar10_tuning.json"), Results(options.results / "cifar10.json")
+    with lanes_of(read_cifar10(options.data, SMOKE if options.smoke else None), options.lanes) as each:
 
-    def train(jobs: list[Job], into: Results) -> None:
-        if not run_all(jobs, plans, data, into, options.lanes, deadline, options.smoke):
-            raise SystemExit(0)
+        def train(jobs: list[Job], into: Results) -> None:
+            if not run_all(jobs, plans, each, into, options.lanes, deadline, options.smoke):
+                raise SystemExit(0)
 
-    for stage in options.stages.split(","):
-        print(f"-- {stage}", flush=True)
-        if stage == "paper":
-            train(paper_jobs()[:most], results)
-        elif stage == "explore":
-            train(explore_jobs()[:most], searches)
-        else:
-            explored = best_of(searches, explore_jobs())
-            found = tune(explored, SETTINGS[:most], {9.0: FACTORS}, searches, train, finer=True)
-            train(final_jobs(found), results)
+        for stage in options.stages.split(","):
+            print(f"-- {stage}", flush=True)
+            if stage == "paper":
+                train(paper_jobs()[:most], results)
+            elif stage == "explore":
+                train(explore_jobs()[:most], searches)
+            else:
+                explored = best_of(searches, explore_jobs())
+                found = tune(explored, SETTINGS[:most], {9.0: FACTORS}, searches, train, finer=True)
+                train(final_jobs(found), results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the experiments share: result files that say where they come from, and mechanisms read from the plan files.
+"""What the experiments share: result files that say where they come from, and plans read from the plan files.
 
 A result file is one JSON object, {"about": {...}, "runs": [...]}, rewritten whole after every finished run: a killed
 script loses nothing that was finished, and started again it continues where it stopped.
@@ -11,9 +11,12 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,13 @@ from typing import Any
 import numpy as np
 
 from quell import __version__, strategy, workload
-from quell.noise import NoiseSpec
-from quell.sampling import BallsInBins, Cyclic, CyclicPoisson, Participation, Poisson, Scheme
+from quell.errors import QuellError
+from quell.noise import Key, SeededKeyWarning
+from quell.planning import Plan, problem_of
+from quell.privacy import Guarantee
+from quell.sampling import Participation
+from quell.sensitivity import Sensitivity
+from quell.setup import Setup
 from quell.strategy import Strategy
 
 HERE = Path(__file__).parent
@@ -94,18 +102,52 @@ def strategy_of(plan: Entry) -> Strategy:
     return strategy.build(family.name, fitted, Participation(n, plan["separation"]), solution, **parameters)
 
 
-def scheme_of(plan: Entry) -> Scheme:
-    """The batches that the plan's noise was certified for; fixed ones are cut from a random order."""
-    steps, epoch = plan["steps"], plan["separation"]
-    match plan["sampling"]:
-        case BallsInBins.name:
-            return BallsInBins(steps, epoch)
-        case Poisson.name:
-            return Poisson(steps, 1 / epoch)
-        case CyclicPoisson.name:
-            return CyclicPoisson.of_fraction(steps, plan["bands"], 1 / epoch)
-    return Cyclic(steps, epoch, shuffle=True)
+@dataclass(frozen=True)
+class RecordedSetup(Setup):
+    """A set-up with the steps of a plan file. In the BISR paper's split the last epoch is a step longer than others."""
+
+    recorded_steps: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.recorded_steps
 
 
-def noise_of(plan: Entry, max_grad_norm: float) -> NoiseSpec:
-    return NoiseSpec(strategy_of(plan).recurrence, plan["steps"], max_grad_norm * plan["noise_multiplier"])
+def plan_of(line: Entry, examples: int) -> Plan:
+    """The plan that `make_private` takes, from a line of a plan file, for a data set of that size.
+
+    The guarantee is the one that `plans.py` certified: this takes its numbers over and certifies nothing again.
+    """
+    setup = RecordedSetup(
+        examples,
+        examples // line["separation"],
+        line["epochs"],
+        line["epsilon"],
+        line["delta"],
+        momentum=line["momentum"],
+        weight_decay=line["weight_decay"],
+        sampling=line["sampling"],
+        recorded_steps=line["steps"],
+    )
+    if setup.steps_per_epoch != line["separation"]:
+        raise QuellError(f"{examples:,} examples do not make {line['separation']} batches an epoch: use more of them")
+    stated = line["guarantee"]
+    least = line["sensitivity"] if stated["sensitivity"] == "exact" else 0.0
+    guarantee = Guarantee(
+        stated["epsilon"],
+        stated["delta"],
+        line["noise_multiplier"],
+        stated["sampling"],
+        Sensitivity(line["sensitivity"], least, stated["sensitivity_method"]),
+        adjacency=stated["adjacency"],
+        method=stated["method"],
+        failure_probability=stated["failure_probability"],
+    )
+    return Plan(setup, (problem_of(setup).with_claim(strategy_of(line), guarantee),), 0)
+
+
+def seeded_key(purpose: str) -> Key:
+    """The same key for the same words: runs can be repeated. Data that are not public need `Key.generate()`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SeededKeyWarning)
+        return Key.from_seed(int.from_bytes(blake2b(purpose.encode(), digest_size=32).digest(), "little"))

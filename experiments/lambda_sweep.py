@@ -6,7 +6,7 @@ predictors    sixteen mechanisms at (9, 1e-5) and (1, 1e-5), amplified: `predict
 lambda_sweep  the λCGD paper's Figures 2 and 3 for CIFAR-10, at ε = 8 and 1, amplified and not: `lambda_sweep.json`
 
 Every point has its learning rate chosen on held-out training images with one seed, and is then trained on all 50,000
-with three. Initial weights, clip norm and the largest of the rates are those that `cifar10.py` explored. Convolutions
+with three. Initial weights, clip norm and the largest of the rates are those that `cifar10.py` explored. Both passes
 run in bfloat16; gradients are clipped and summed in float32.
 """
 
@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import time
 
-import torch
-from cifar10 import arguments, best_of, explore_jobs, final_jobs, tune
+from cifar10 import SMOKE, arguments, best_of, explore_jobs, final_jobs, tune
 from common import PLANS, RESULTS, Entry, Results, read_json
 from plans import LAMBDAS, STUDY
-from training import Job, load, run_all
+from training import Job, lanes_of, read_cifar10, run_all
 
 FACTORS = {9.0: (0.25, 0.5, 1.0), 8.0: (0.25, 0.5, 1.0), 1.0: (0.0625, 0.125, 0.25)}  # of the explored learning rate
 SETTINGS = {
@@ -35,28 +34,22 @@ SETTINGS = {
 def main() -> None:
     options = arguments(__doc__, "predictors,lambda_sweep")
     deadline = time.time() + options.seconds
-    data = load(
-        options.data, torch.device("cuda" if torch.cuda.is_available() else "cpu"), 1000 if options.smoke else None
-    )
     found = Results(options.results / "cifar10_tuning.json")
     if not found.runs:
         found = Results(RESULTS / "cifar10_tuning.json")
     explored = best_of(found, explore_jobs())
-    for stage in options.stages.split(","):
-        plans = read_json(PLANS / f"{stage}.json")
-        searches, results = (Results(options.results / f"{stage}{part}.json") for part in ("_tuning", ""))
+    with lanes_of(read_cifar10(options.data, SMOKE if options.smoke else None), options.lanes) as each:
+        for stage in options.stages.split(","):
+            plans = read_json(PLANS / f"{stage}.json")
+            searches, results = (Results(options.results / f"{stage}{part}.json") for part in ("_tuning", ""))
 
-        def train(jobs: list[Job], into: Results, plans: dict[str, Entry] = plans) -> None:
-            if not run_all(jobs, plans, data, into, options.lanes, deadline, options.smoke):
-                raise SystemExit(0)
+            def train(jobs: list[Job], into: Results, plans: dict[str, Entry] = plans) -> None:
+                if not run_all(jobs, plans, each, into, options.lanes, deadline, options.smoke):
+                    raise SystemExit(0)
 
-        print(f"-- {stage}", flush=True)
-        train(
-            final_jobs(
-                tune(explored, SETTINGS[stage][: 1 if options.smoke else None], FACTORS, searches, train, bf16=True)
-            ),
-            results,
-        )
+            print(f"-- {stage}", flush=True)
+            settings = SETTINGS[stage][: 1 if options.smoke else None]
+            train(final_jobs(tune(explored, settings, FACTORS, searches, train, bf16=True)), results)
 
 
 if __name__ == "__main__":

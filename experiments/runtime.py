@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import convnet
 import numpy as np
 import torch
 from common import RESULTS, Results
 from torch import Tensor, nn
 from torch.nn import functional
+from training import convnet
 
 from quell.noise import NoiseSpec
 from quell.strategy.recurrence import Regenerate
@@ -64,18 +64,18 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.patch:
             p = self.patch
-            x = x.unfold(1, p, p).unfold(2, p, p).permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1)
+            x = x.unfold(2, p, p).unfold(3, p, p).permute(0, 2, 3, 1, 4, 5).flatten(1, 2).flatten(2)
         h = self.embed(x)
-        h = h + self.positions[: len(h)]
+        h = h + self.positions[: h.shape[1]]
         for block in self.blocks:
             q, k, v = (
-                part.unflatten(1, (self.heads, -1)).transpose(0, 1)
-                for part in block["qkv"](block["before"](h)).chunk(3, dim=1)
+                part.unflatten(2, (self.heads, -1)).transpose(1, 2)
+                for part in block["qkv"](block["before"](h)).chunk(3, dim=2)
             )
-            mixed = torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, dim=-1) @ v
-            h = h + block["out"](mixed.transpose(0, 1).flatten(1))
+            mixed = torch.softmax(q @ k.transpose(2, 3) / q.shape[-1] ** 0.5, dim=-1) @ v
+            h = h + block["out"](mixed.transpose(1, 2).flatten(2))
             h = h + block["down"](functional.gelu(block["up"](block["between"](h))))
-        return self.head(self.norm(h).mean(0))
+        return self.head(self.norm(h).mean(1))
 
 
 @dataclass(frozen=True)
@@ -89,21 +89,17 @@ class Model:
 
 
 def cnn(device: torch.device, smoke: bool) -> Model:
-    params = {str(i): p for i, p in enumerate(convnet.init(0, True, device))}
-
-    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(convnet.logits(list(params.values()), x[None]), y[None])
-
-    return Model(params, loss, lambda n: torch.randn(n, 3, 32, 32, device=device), 8 if smoke else 512, 64, 50_000)
+    images = lambda n: torch.randn(n, 3, 32, 32, device=device)  # noqa: E731
+    return prepared(convnet(0, True), device, 8 if smoke else 512, 50_000, images)
 
 
-def transformer(
-    device: torch.device, batch: int, examples: int, example: Callable[[int], Tensor], **shape: int
+def prepared(
+    model: nn.Module, device: torch.device, batch: int, examples: int, example: Callable[[int], Tensor]
 ) -> Model:
-    model = Transformer(**shape).to(device)
+    model.to(device)
 
     def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(torch.func.functional_call(model, params, (x,))[None], y[None])
+        return functional.cross_entropy(torch.func.functional_call(model, params, (x[None],)), y[None])
 
     params = {name: value.detach() for name, value in model.named_parameters()}
     return Model(params, loss, example, batch, 64, examples)
@@ -114,7 +110,8 @@ def vit(device: torch.device, smoke: bool) -> Model:
     side, shape = (32, (1, 32, 2)) if smoke else (224, (12, 768, 12))
     sizes = dict(zip(("layers", "width", "heads"), shape, strict=True))
     images = lambda n: torch.randn(n, 3, side, side, device=device)  # noqa: E731
-    return transformer(device, 4 if smoke else 512, 50_000, images, positions=(side // 16) ** 2, patch=16, **sizes)
+    model = Transformer(positions=(side // 16) ** 2, patch=16, **sizes)
+    return prepared(model, device, 4 if smoke else 512, 50_000, images)
 
 
 def bert(device: torch.device, smoke: bool) -> Model:
@@ -122,7 +119,8 @@ def bert(device: torch.device, smoke: bool) -> Model:
     vocabulary, shape = (100, (1, 32, 2)) if smoke else (30_522, (12, 768, 12))
     sizes = dict(zip(("layers", "width", "heads"), shape, strict=True))
     tokens = lambda n: torch.randint(vocabulary, (n, 128), device=device)  # noqa: E731
-    return transformer(device, 4 if smoke else 128, 25_000, tokens, positions=512, vocabulary=vocabulary, **sizes)
+    model = Transformer(positions=512, vocabulary=vocabulary, **sizes)
+    return prepared(model, device, 4 if smoke else 128, 25_000, tokens)
 
 
 MODELS = {"cnn": cnn, "vit": vit, "bert": bert}

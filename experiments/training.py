@@ -1,30 +1,37 @@
-"""Private training of the ConvNet on CIFAR-10: many runs, several at a time on one GPU.
+"""Private training of a ConvNet on CIFAR-10 through `quell.torch.make_private`: many runs, several at a time.
 
-A step is captured once as a CUDA graph (batch, per-example gradients, clipping, noise, update) and replayed to the end
-of the plan, so that the processor only starts it; `lanes` runs take turns in starting theirs. Batches come from the
-plan's own sampling scheme; as their sizes vary they are padded to the largest, and padding counts nothing. Sums are
-divided by the expected batch size. Keys come from seeds, so that runs can be repeated: on data that are not public
-they would have to be `Key.generate()`.
+The loop is the README's. With several lanes each run has a process of its own, and they share the GPU. Keys come from
+names, so that runs can be repeated: on data that are not public they would have to be drawn.
 """
 
 from __future__ import annotations
 
+import math
 import time
-import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
+from functools import partial
+from itertools import islice, pairwise
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-import convnet
 import numpy as np
 import torch
-from common import Entry, Results, noise_of, scheme_of
-from torch import Tensor
+from common import Entry, Results, plan_of, seeded_key
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
-from quell.noise import Key, NoiseStream, SeededKeyWarning
-from quell.sampling import BallsInBins, Batches, Cyclic
+from quell.planning import Plan
+from quell.torch import make_private
 
 SPLIT_SEED = 2505  # which 10,000 training images are held out
+CHANNELS = (3, 32, 32, 64, 64, 128, 128)
+Pixels = dict[str, np.ndarray]
+Map = Callable[..., Iterable[Any]]  # as the built-in one
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Job:
     rate: float
     he: bool
     seed: int
-    bf16: bool = False  # whether convolutions run in bfloat16; TF32 otherwise
+    bf16: bool = False  # whether the passes run in bfloat16; TF32 otherwise
 
     @property
     def name(self) -> str:
@@ -45,35 +52,91 @@ class Job:
         return f"{self.plan} | clip {self.clip:g} | lr {self.rate:.4g} | {start} | seed {self.seed}{precision}"
 
 
-@dataclass(frozen=True)
-class Images:
-    """Images (N, 32, 32, 3) as float32 and their labels, on the device."""
+def convnet(seed: int, he: bool) -> nn.Sequential:
+    """The BISR paper's ConvNet: 3×3 convolutions 32-32, 64-64, 128-128, each pair then pooled; linear 2048 → 10.
 
-    images: Tensor
-    labels: Tensor
-
-
-def load(folder: Path, device: torch.device, most: int | None = None) -> dict[str, tuple[Images, Images]]:
-    """For each size what is trained on and what is tested on. Pixels are scaled by constants, not by statistics."""
-    pixels = {name: torch.from_numpy(values[:most]) for name, values in read_cifar10(folder).items()}
-
-    def images(part: str, chosen: slice | np.ndarray = slice(None)) -> Images:
-        return Images(
-            (pixels[f"x_{part}"][chosen].to(device).float() / 255 - 0.5) / 0.25,
-            pixels[f"y_{part}"][chosen].to(device).long(),
-        )
-
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(pixels["y_train"]))
-    kept = len(order) * 4 // 5
-    return {
-        "full": (images("train"), images("test")),
-        "held-out": (images("train", order[:kept]), images("train", order[kept:])),
-    }
+    Weights are uniform with variance 2/fan-in and no bias (He et al. 2015), or as PyTorch's layers start.
+    """
+    layers: list[nn.Module] = []
+    for number, (into, out) in enumerate(pairwise(CHANNELS)):
+        layers += [nn.Conv2d(into, out, 3, padding=1), nn.ReLU()] + [nn.MaxPool2d(2)] * (number % 2)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 10))
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in model:
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                fan_in = math.prod(layer.weight.shape[1:])
+                layer.weight.uniform_(-1, 1, generator=random).mul_(math.sqrt((6 if he else 1) / fan_in))
+                layer.bias.uniform_(-1, 1, generator=random).mul_(0 if he else math.sqrt(1 / fan_in))
+    return model
 
 
-def read_cifar10(folder: Path) -> dict[str, np.ndarray]:
+class DecoupledSGD(torch.optim.SGD):
+    """SGD with momentum whose weight decay multiplies the weights by 1 − lr·weight_decay, past the momentum.
+
+    That is the optimizer that plans are about; torch's own puts the decay into the gradient, and so into the momentum.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            params = group["params"]
+            for p in params:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            moments = [self.state[p]["momentum_buffer"] for p in params]
+            torch._foreach_mul_(moments, group["momentum"])
+            torch._foreach_add_(moments, [p.grad for p in params])
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, moments, alpha=-group["lr"])
+
+
+def sgd(model: nn.Module, plan: Plan, rate: float) -> DecoupledSGD:
+    """The papers' optimizer: momentum is dampened, m ← μm + (1 − μ)g, which is a factor 1 − μ on the learning rate."""
+    momentum, decay = plan.setup.momentum, plan.setup.weight_decay
+    lr = rate * (1 - momentum)
+    return DecoupledSGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=(1 - decay) / lr)
+
+
+def prepared(job: Job, line: Entry, train: TensorDataset) -> Any:
+    """Model, optimizer and loader of a private run."""
+    plan, device = plan_of(line, len(train)), train.tensors[0].device
+    model = convnet(job.seed, job.he).to(device)
+    return make_private(model, sgd(model, plan, job.rate), train, plan, job.clip, key=seeded_key(job.name))
+
+
+def trained(job: Job, line: Entry, train: TensorDataset, test: TensorDataset, steps: int | None = None) -> list[float]:
+    """Accuracies in per cent after every epoch, or after so many steps; a last epoch includes what is left over."""
+    model, optimizer, loader = prepared(job, line, train)
+    autocast = partial(torch.autocast, train.tensors[0].device.type, torch.bfloat16, enabled=job.bf16)
+    curve: list[float] = []
+    for _ in range(1 if steps else math.ceil(line["steps"] / line["separation"])):
+        for x, y in islice(loader, steps):
+            optimizer.zero_grad()
+            with autocast():
+                loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        curve.append(accuracy(model, test))
+    optimizer.close()
+    return curve[: line["epochs"] - 1] + curve[-1:]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, test: TensorDataset) -> float:
+    right = torch.zeros((), device=test.tensors[1].device)
+    for images, labels in zip(*(part.split(2500) for part in test.tensors), strict=True):
+        right += (model(images).argmax(1) == labels).sum()
+    return round(100 * float(right) / len(test), 2)
+
+
+def read_cifar10(folder: Path, most: int | None = None) -> Pixels:
     """uint8 x_train, y_train, x_test, y_test from cifar10.npz, torchvision's cifar-10-batches-py, or a folder with a
-    `load_cifar10.py`."""
+    `load_cifar10.py`; of each the first `most`."""
+    return {name: values[:most] for name, values in _all_of_cifar10(folder).items()}
+
+
+def _all_of_cifar10(folder: Path) -> Pixels:
     if (folder / "cifar10.npz").exists():
         return dict(np.load(folder / "cifar10.npz"))
     if (folder / "cifar-10-batches-py").is_dir():
@@ -97,129 +160,77 @@ def read_cifar10(folder: Path) -> dict[str, np.ndarray]:
     return dict(module.load_cifar10(str(folder)))
 
 
-class Training:
-    """One run, ready to take its steps."""
+def data_sets(pixels: Pixels) -> dict[str, tuple[TensorDataset, TensorDataset]]:
+    """For each size what is trained on and what is tested on, as (images, labels) on the GPU if there is one.
 
-    def __init__(self, job: Job, plan: Entry, train: Images) -> None:
-        self.job, self.plan, self.train = job, plan, train
-        device = self.device = train.labels.device
-        self.params = convnet.init(job.seed, job.he, device)
-        self.moments = [torch.zeros_like(p) for p in self.params]
-        self.grads = [torch.zeros(p.shape, device=device) for p in self.params]
-        scheme = scheme_of(plan)
-        batches = Batches(scheme, len(train.labels), secret(f"batches {job.seed}"))
-        self.expected_size, self.steps = batches.expected_size, scheme.steps
-        epoch = plan["separation"]
-        # Ten epochs; where an epoch's steps do not divide all of them, what is left over belongs to the last one.
-        self.epoch_ends = {*range(epoch, self.steps - epoch + 1, epoch), self.steps}
-        repeats = isinstance(scheme, Cyclic | BallsInBins)  # every epoch has the same batches
-        rows = [batches.at(step) for step in range(epoch if repeats else self.steps)]
-        width = -(-max(map(len, rows)) // 32) * 32
-        table = np.full((len(rows), width), -1)
-        for row, batch in zip(table, rows, strict=True):
-            row[: len(batch)] = batch
-        self.table = torch.from_numpy(table).to(device)
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SeededKeyWarning)
-            key = Key.from_seed(int.from_bytes(secret(f"noise {job.name}"), "little"))
-        self.noise = NoiseStream(noise_of(plan, job.clip), self.params, key=key)
-        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
-        self.graph: torch.cuda.CUDAGraph | None = None
+    Pixels are scaled by constants, not by statistics.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tensors: dict[str, tuple[Tensor, Tensor]] = {}
+    for part in ("train", "test"):
+        images = torch.from_numpy(pixels[f"x_{part}"]).to(device).permute(0, 3, 1, 2).contiguous()
+        tensors[part] = (images.float() / 255 - 0.5) / 0.25, torch.from_numpy(pixels[f"y_{part}"]).to(device).long()
 
-    def advance(self) -> None:
-        """Take the next step: the first one as it is written, on a GPU the others as a graph of it."""
-        if self.graph is not None:
-            self.graph.replay()
-            return
-        self.one_step()
-        if self.stream is not None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.one_step()
+    def images(part: str, chosen: Any = slice(None)) -> TensorDataset:
+        return TensorDataset(*(tensor[chosen] for tensor in tensors[part]))
 
-    def one_step(self) -> None:
-        self.put_gradients()
-        self.noise.add_(self.grads)
-        momentum = self.plan["momentum"]
-        torch._foreach_mul_(self.moments, momentum)  # dampened, as in the authors' code: the rates assume it
-        torch._foreach_add_(self.moments, self.grads, alpha=(1 - momentum) / self.expected_size)
-        torch._foreach_mul_(self.params, self.plan["weight_decay"])
-        torch._foreach_add_(self.params, self.moments, alpha=-self.job.rate)
-        self.step += 1
-
-    def put_gradients(self) -> None:
-        chosen = self.table.index_select(0, self.step % len(self.table))[0]
-        present = (chosen >= 0).float()
-        chosen = chosen.clamp(min=0)
-        images = self.train.images.index_select(0, chosen).permute(0, 3, 1, 2)
-        if self.job.bf16:
-            images = images.bfloat16()
-        summed = convnet.clipped_sum(self.params, images, self.train.labels[chosen], present, self.job.clip)
-        for grad, value in zip(self.grads, summed, strict=True):
-            grad.copy_(value)
-
-    @torch.no_grad()
-    def accuracy(self, test: Images) -> Tensor:
-        """Per cent, left on the device so that nobody waits for it."""
-        right = torch.zeros((), device=self.device)
-        for images, labels in zip(test.images.split(2500), test.labels.split(2500), strict=True):
-            right += (convnet.logits(self.params, images.permute(0, 3, 1, 2)).argmax(1) == labels).sum()
-        return 100 * right / len(test.labels)
+    order = torch.from_numpy(np.random.default_rng(SPLIT_SEED).permutation(len(pixels["y_train"]))).to(device)
+    kept = len(order) * 4 // 5
+    return {
+        "full": (images("train"), images("test")),
+        "held-out": (images("train", order[:kept]), images("train", order[kept:])),
+    }
 
 
-def secret(purpose: str) -> bytes:
-    return blake2b(purpose.encode(), digest_size=32).digest()
+@contextmanager
+def lanes_of(pixels: Pixels, lanes: int) -> Iterator[Map]:
+    """A `map` that does `lanes` things at a time, each in a process with the data on its GPU."""
+    if lanes == 1:
+        _start(pixels)
+        yield map
+        return
+    with ProcessPoolExecutor(lanes, get_context("spawn"), _start, (pixels,)) as pool:
+        yield pool.map
+
+
+_data: dict[str, tuple[TensorDataset, TensorDataset]] = {}  # of this process
+
+
+def _start(pixels: Pixels) -> None:
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    _data.update(data_sets(pixels))
+
+
+def _run(job: Job, line: Entry, deadline: float, steps: int | None) -> tuple[list[float], float] | None:
+    """The accuracies of a run and its seconds; None where the time is up."""
+    started = time.time()
+    return None if started > deadline else (trained(job, line, *_data[job.size], steps), time.time() - started)
 
 
 def run_all(
-    jobs: list[Job],
-    plans: dict[str, Entry],
-    data: dict[str, tuple[Images, Images]],
-    results: Results,
-    lanes: int,
-    deadline: float,
-    smoke: bool = False,
+    jobs: list[Job], plans: dict[str, Entry], each: Map, results: Results, lanes: int, deadline: float, smoke: bool
 ) -> bool:
-    """Train every job that has no result yet, `lanes` at a time; False where time.time() passed the deadline first."""
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    """Train every job that has no result yet; False where time.time() passed the deadline first."""
     by_name = {job.name: job for job in jobs}
     todo = [by_name[name] for name in results.missing(by_name)]
-    while todo:
-        if time.time() > deadline:
-            print(f"time is up with {len(todo)} runs left", flush=True)
+    lines = [plans[job.plan] for job in todo]
+    outcomes = each(partial(_run, deadline=deadline, steps=2 if smoke else None), todo, lines)
+    for number, (job, line, outcome) in enumerate(zip(todo, lines, outcomes, strict=True)):
+        if outcome is None:
+            print(f"time is up with {len(todo) - number} runs left", flush=True)
             return False
-        group, todo = todo[:lanes], todo[lanes:]
-        started = time.time()
-        runs = [Training(job, plans[job.plan], data[job.size][0]) for job in group]
-        steps = 2 if smoke else max(run.steps for run in runs)
-        curves: list[list[Tensor]] = [[] for _ in runs]
-        for step in range(1, steps + 1):
-            for run, curve in zip(runs, curves, strict=True):
-                if step > run.steps:
-                    continue
-                with torch.cuda.stream(run.stream):  # does nothing where there is no GPU
-                    run.advance()
-                    if step in run.epoch_ends or step == steps:
-                        curve.append(run.accuracy(data[run.job.size][1]))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds = (time.time() - started) / len(group)  # of the GPU's time, as lanes share it
-        for run, curve in zip(runs, curves, strict=True):
-            assert smoke or run.noise.step == run.steps
-            epochs = [round(float(value), 2) for value in curve]
-            results.add(
-                run.job.name,
-                **asdict(run.job),
-                label=run.plan["label"],
-                epsilon=run.plan["epsilon"],
-                sampling=run.plan["sampling"],
-                noise_multiplier=run.plan["noise_multiplier"],
-                accuracy=epochs[-1],
-                epochs=epochs,
-                seconds=round(seconds, 2),
-            )
-            print(f"{epochs[-1]:6.2f}%  {seconds:5.2f} s  {run.job.name}", flush=True)
-        del runs, run
+        epochs, seconds = outcome[0], outcome[1] / lanes  # of the GPU's time, as lanes share it
+        results.add(
+            job.name,
+            **asdict(job),
+            label=line["label"],
+            epsilon=line["epsilon"],
+            sampling=line["sampling"],
+            noise_multiplier=line["noise_multiplier"],
+            accuracy=epochs[-1],
+            epochs=epochs,
+            seconds=round(seconds, 2),
+        )
+        print(f"{epochs[-1]:6.2f}%  {seconds:5.2f} s  {job.name}", flush=True)
     return True

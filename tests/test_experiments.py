@@ -11,53 +11,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 torch = pytest.importorskip("torch")
 
+import cifar10  # noqa: E402
 import common  # noqa: E402
-import convnet  # noqa: E402
+import plans  # noqa: E402
 import results_page  # noqa: E402
 import training  # noqa: E402
 
 from quell import privacy, strategy, workload  # noqa: E402
 from quell.error import error  # noqa: E402
+from quell.noise import NoiseSpec  # noqa: E402
 from quell.sampling import BallsInBins, Cyclic  # noqa: E402
+from quell.torch import CorrelatedNoise  # noqa: E402
+from quell.torch.run import scheme_of  # noqa: E402
 
-CPU = torch.device("cpu")
-
-
-def vmapped_sum(params: list, images: object, labels: object, max_norm: float) -> list:
-    """The dumb way: one gradient per example by automatic differentiation, clipped, added up."""
-
-    def loss(parameters: tuple, image: object, label: object) -> object:
-        output = convnet.logits(list(parameters), image[None])
-        return torch.nn.functional.cross_entropy(output, label[None])
-
-    total = [torch.zeros_like(p) for p in params]
-    for image, label in zip(images, labels, strict=True):
-        grads = torch.func.grad(loss)(tuple(params), image, label)
-        norm = torch.sqrt(sum(g.square().sum() for g in grads))
-        for sum_, grad in zip(total, grads, strict=True):
-            sum_ += grad * min(1.0, max_norm / float(norm))
-    return total
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_clipped_sums_equal_example_by_example_differentiation(max_norm: float) -> None:
-    params = convnet.init(seed=3, he=True, device=CPU)
-    images, labels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.arange(3)
-    found = convnet.clipped_sum(params, images, labels, torch.tensor([1.0, 1, 0]), max_norm)
-    expected = vmapped_sum(params, images[:2], labels[:2], max_norm)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
-
-
-def test_bfloat16_passes_still_clip_in_float32() -> None:
-    params = convnet.init(seed=3, he=True, device=CPU)
-    images, labels = torch.randn(1, 3, 32, 32), torch.tensor([3])
-    found = convnet.clipped_sum(params, images.bfloat16(), labels, torch.ones(1), 0.5)
-    assert all(part.dtype == torch.float32 for part in found)
-    assert float(torch.cat([part.flatten() for part in found]).norm()) == pytest.approx(0.5, rel=1e-5)
-    exact = torch.cat([part.flatten() for part in convnet.clipped_sum(params, images, labels, torch.ones(1), 0.5)])
-    assert float(torch.cat([part.flatten() for part in found]) @ exact) / 0.25 > 0.99
+TASKS = {"cifar10": plans.CIFAR10, "predictors": plans.CIFAR10, "lambda_sweep": plans.CIFAR10, "imdb": plans.IMDB}
 
 
 def test_strategies_of_plan_files_are_those_that_were_certified() -> None:
@@ -80,19 +47,94 @@ def test_results_survive_a_kill_and_are_not_made_twice(tmp_path: Path) -> None:
     assert again.runs["a"]["made"]["versions"]["quell"]
 
 
-def test_a_training_step_is_clipped_gradients_plus_the_planned_noise() -> None:
-    plan = next(iter(common.read_json(common.PLANS / "cifar10.json").values()))
-    data = training.Images(torch.randn(776, 32, 32, 3), torch.arange(776) % 10)
-    job = training.Job("plan", "full", clip=1.0, rate=0.5, he=True, seed=1)
-    run = training.Training(job, plan, data)
-    before = [p.clone() for p in run.params]
-    run.put_gradients()
-    clean = [g.clone() for g in run.grads]
-    run.one_step()
-    noise = torch.cat([(noisy - g).flatten() for noisy, g in zip(run.grads, clean, strict=True)])
-    assert float(noise.std()) == pytest.approx(plan["noise_multiplier"], rel=0.01)
-    for p, old, grad in zip(run.params, before, run.grads, strict=True):
-        torch.testing.assert_close(p, 0.9999 * old - 0.5 * 0.1 * grad / 8.0, rtol=1e-4, atol=1e-6)
+def clipped_sum(model: object, images: object, labels: object, max_norm: float) -> list:
+    """The dumb way: one gradient per example by automatic differentiation, clipped, added up."""
+    params = list(model.parameters())
+    total = [torch.zeros_like(p) for p in params]
+    for image, label in zip(images, labels, strict=True):
+        loss = torch.nn.functional.cross_entropy(model(image[None]), label[None])
+        grads = torch.autograd.grad(loss, params)
+        norm = torch.sqrt(sum(g.square().sum() for g in grads))
+        for sum_, grad in zip(total, grads, strict=True):
+            sum_ += grad * min(1.0, max_norm / float(norm))
+    return total
+
+
+@pytest.mark.parametrize("clip", [0.5, 50.0])
+def test_training_steps_are_the_papers_with_clipped_gradients_and_the_planned_noise(clip: float) -> None:
+    """m ← 0.9 m + 0.1 (clipped sum + noise)/8, then w ← 0.9999 w − rate·m; the noise is the plan's, made apart."""
+    line = common.read_json(common.PLANS / "cifar10.json")["BISR p=4 | ε=9 | cyclic | full"]
+    line["noise_multiplier"] = 1e-3  # as large as the gradients themselves, so that both show
+    draws = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(776, 3, 32, 32, generator=draws), torch.arange(776) % 10)
+    job = training.Job("plan", "full", clip=clip, rate=0.5, he=True, seed=1)
+    model, optimizer, loader = training.prepared(job, line, data)
+    twin = training.convnet(seed=1, he=True)
+    params = list(twin.parameters())
+    spec = NoiseSpec(common.strategy_of(line).recurrence, 970, clip * line["noise_multiplier"])
+    noise = CorrelatedNoise(spec, params, key=common.seeded_key(job.name))
+    moments = [torch.zeros_like(p) for p in params]
+    for _, (x, y) in zip(range(2), loader, strict=False):
+        assert len(y) == 8
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        total = clipped_sum(twin, x, y, clip)
+        noise.add_(total)
+        with torch.no_grad():
+            for p, moment, grad in zip(params, moments, total, strict=True):
+                moment.mul_(0.9).add_(grad, alpha=0.1 / 8)
+                p.mul_(0.9999).sub_(0.5 * moment)
+    for ours, theirs in zip(model.parameters(), params, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_every_line_of_the_plan_files_is_a_plan_with_its_own_batches_and_noise() -> None:
+    for file, task in TASKS.items():
+        for name, line in common.read_json(common.PLANS / f"{file}.json").items():
+            examples = task.examples if name.endswith("full") else task.examples * 4 // 5
+            plan = common.plan_of(line, examples)
+            scheme = scheme_of(plan, plan.mechanism)
+            assert (plan.steps, scheme.steps, plan.setup.steps_per_epoch) == (line["steps"],) * 2 + (
+                line["separation"],
+            )
+            assert (scheme.name, plan.mechanism.noise_multiplier) == (line["sampling"], line["noise_multiplier"]), name
+            promised = plan.mechanism.guarantee
+            assert (promised.epsilon, promised.delta, promised.adjacency, promised.failure_probability) == tuple(
+                line["guarantee"][key] for key in ("epsilon", "delta", "adjacency", "failure_probability")
+            )
+            assert (plan.setup.epsilon, plan.setup.delta) == (promised.epsilon, promised.delta)
+            assert plan.mechanism.rmse == pytest.approx(line["rmse"], rel=1e-6), name
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_run_over_the_longer_last_epoch_reports_ten_epochs(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = common.read_json(common.PLANS / "cifar10.json")["DP-SGD | ε=9 | balls_in_bins | held-out"]
+    monkeypatch.setattr(training, "convnet", lambda seed, he: torch.nn.Sequential(torch.nn.Linear(3, 10)))
+    data = torch.utils.data.TensorDataset(torch.randn(780, 3), torch.arange(780) % 10)
+    found = training.trained(training.Job("p", "held-out", 1.0, 0.1, True, 1, bf16), line, data, data)
+    assert len(found) == 10
+    assert all(0 <= value <= 100 for value in found)
+
+
+def test_the_script_trains_chooses_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    content = {}
+    for part in ("train", "test"):
+        content[f"x_{part}"] = random.integers(0, 256, (cifar10.SMOKE, 32, 32, 3), dtype=np.uint8)
+        content[f"y_{part}"] = random.integers(0, 10, cifar10.SMOKE, dtype=np.uint8)
+    np.savez(tmp_path / "cifar10.npz", **content)
+    options = ["--smoke", "--lanes", "1", "--results", str(tmp_path), "--stages", "explore,paper"]
+    monkeypatch.setattr(sys, "argv", ["cifar10.py", str(tmp_path), *options])
+    cifar10.main()
+    assert capsys.readouterr().out.count("%") == 2
+    cifar10.main()
+    assert "%" not in capsys.readouterr().out
+    run = common.read_json(tmp_path / "cifar10.json")["runs"][0]
+    kept = common.read_json(common.RESULTS / "cifar10.json")["runs"][0]
+    assert set(run) - {"bf16"} == set(kept) - {"bf16"}
 
 
 def test_the_results_page_is_made_from_the_result_files() -> None:

@@ -19,15 +19,14 @@ from pytorch.forks import fork, wait_all
 from pytorch.training import examples
 from quell.errors import QuellError
 from quell.noise import Key, claims
-from quell.torch import ghost, make_private
+from quell.torch import make_private
 
 SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
-    "flat": ("flat", False, "bsr", "cyclic"),
-    "microbatch": ("microbatch", False, "bisr", "cyclic"),
-    "ghost": ("ghost", False, "bisr", "cyclic"),
-    "fsdp": ("ghost", True, "bsr", "cyclic"),
-    "flat empty": ("flat", False, "identity", "poisson"),
-    "fsdp empty": ("ghost", True, "identity", "poisson"),
+    "ddp": ("layers", False, "bsr", "cyclic"),
+    "microbatch": ("microbatch", False, "bsr", "cyclic"),
+    "fsdp": ("layers", True, "bsr", "cyclic"),
+    "ddp empty": ("layers", False, "identity", "poisson"),
+    "fsdp empty": ("layers", True, "identity", "poisson"),
 }
 
 
@@ -43,7 +42,7 @@ def build(name: str, physical: int | None = None, width: int = 7):
     plan = unpriced_poisson_plan() if sampling == "poisson" else small_plan(mechanism, alone=True, momentum=0.9)
     momentum = plan.setup.momentum
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=momentum)
-    if name == "flat":
+    if name.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -95,8 +94,8 @@ def disagreeing(folder: Path) -> None:
     """Ranks that were given different arguments: each says so before anything is trained."""
     rank = dist.get_rank()
     said = []
-    for choice in ({"max_grad_norm": 1.0 + rank}, {"clipping": ("flat", "microbatch")[rank]}, {"plan": 8.0 + rank}):
-        options = {"max_grad_norm": 1.0, "clipping": "flat", **choice}
+    for choice in ({"max_grad_norm": 1.0 + rank}, {"clipping": ("layers", "microbatch")[rank]}, {"plan": 8.0 + rank}):
+        options = {"max_grad_norm": 1.0, "clipping": "layers", **choice}
         plan = small_plan("identity", alone=True, epsilon=options.pop("plan", 8.0))
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -159,7 +158,7 @@ def live(folder: Path, rank: int, world: int) -> None:
             final = weights(trio[0])
             if rank == 0:
                 torch.save(final, folder / f"final {name} {physical}.pt")
-    for name in ("flat", "fsdp"):
+    for name in ("ddp", "fsdp"):
         other = folder.parent / f"checkpoint {name}.pt"  # left by another world
         trio = build(name)
         if other.exists():
@@ -184,7 +183,7 @@ def live(folder: Path, rank: int, world: int) -> None:
         audited(folder, name)
     if world == 2:
         disagreeing(folder)
-        for name in ("flat", "fsdp"):
+        for name in ("ddp", "fsdp"):
             replaying(folder, name)
     dist.destroy_process_group()
 
@@ -197,7 +196,6 @@ def main(folder: Path, world: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports much that the ranks would import again,
-    assert ghost  # as does Opacus
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports much that the ranks would import again
     for size in sys.argv[2:]:
         main(Path(sys.argv[1]), int(size))

@@ -23,13 +23,13 @@ from .training import examples, network, train
 CRASH = Path(__file__).with_name("crash.py")
 
 
-def private(key, plan, clipping="flat", momentum=0.9, data=None, **options):
+def private(key, plan, clipping="layers", momentum=0.9, data=None, **options):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     return make_private(model, optimizer, data or examples(), plan, clipping=clipping, key=key, **options)
 
 
-@pytest.mark.parametrize("clipping", ["flat", "ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 @pytest.mark.parametrize("mechanism", ["bisr", "blt"])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(clipping, mechanism, tmp_path):
     plan, key = small_plan(mechanism, momentum=0.9), Key.generate()
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"clipping": "ghost"}, "clipping was flat and is ghost"),
+        ({"clipping": "microbatch"}, "clipping was layers and is microbatch"),
         ({"loss_reduction": "sum"}, "loss_reduction was mean and is sum"),
     ],
 )
@@ -190,5 +190,5 @@ def test_kill_minus_nine_three_times(tmp_path):
 def test_kill_minus_nine_at_a_random_step(number, tmp_path):
     dice = random.Random(number)
     mechanism = dice.choice(["blt", "bisr", "bsr", "identity"])
-    clipping = dice.choice(["flat", "ghost", "microbatch"])
+    clipping = dice.choice(["layers", "microbatch"])
     killed_and_resumed(tmp_path, mechanism, clipping, kills=[dice.randint(1, 17), dice.randint(1, 5)])

@@ -29,10 +29,10 @@ def worlds(tmp_path_factory):
     return run_worlds(tmp_path_factory.mktemp("worlds"), 1, 2)
 
 
-def assert_equal(a, b):
+def assert_equal(a, b, within=1e-6):
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=within, msg=name)
 
 
 def test_results_do_not_depend_on_the_number_of_ranks(worlds):
@@ -42,12 +42,13 @@ def test_results_do_not_depend_on_the_number_of_ranks(worlds):
 
 
 def test_sharded_and_replicated_models_learn_the_same(worlds):
-    assert_equal(*(torch.load(worlds[2] / f"final {name} 2.pt") for name in ("flat", "fsdp")))
-    assert_equal(*(torch.load(worlds[2] / f"final {name} 2.pt") for name in ("flat empty", "fsdp empty")))
+    for name, within in (("fsdp", 1e-6), ("microbatch", 1e-4)):  # whose norms are not rounded up
+        assert_equal(*(torch.load(worlds[2] / f"final {which} 2.pt") for which in ("ddp", name)), within)
+    assert_equal(*(torch.load(worlds[2] / f"final {name} 2.pt") for name in ("ddp empty", "fsdp empty")))
 
 
 def test_a_run_goes_on_in_a_larger_world(worlds):
-    for name in ("flat", "fsdp"):
+    for name in ("ddp", "fsdp"):
         assert_equal(torch.load(worlds[1] / f"final {name} 2.pt"), torch.load(worlds[2] / f"resumed {name}.pt"))
 
 
@@ -60,7 +61,7 @@ def test_ranks_with_different_arguments_refuse_to_start(worlds):
 
 
 def test_ranks_replay_together_or_not_at_all(worlds):
-    for name in ("flat", "fsdp"):
+    for name in ("ddp", "fsdp"):
         for rank in (0, 1):
             same, refused = torch.load(worlds[2] / f"replay {name} {rank}.pt")
             assert same is True
@@ -86,7 +87,7 @@ def test_the_noise_of_two_sharded_processes_passes_the_audit(worlds):
 
 
 def test_replicas_add_the_same_row(worlds):
-    first, second = (torch.load(worlds[2] / f"audit flat {rank}.pt")["rows"] for rank in (0, 1))
+    first, second = (torch.load(worlds[2] / f"audit ddp {rank}.pt")["rows"] for rank in (0, 1))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     found = audit_rows(first)
     assert found.passed, str(found)
@@ -101,5 +102,5 @@ def test_four_ranks(tmp_path, worlds):
         reference = torch.load(worlds[1] / f"final {name} 2.pt")
         for physical in (None, 2):
             assert_equal(reference, torch.load(four / f"final {name} {physical}.pt"))
-    for name in ("flat", "fsdp"):
+    for name in ("ddp", "fsdp"):
         assert_equal(torch.load(worlds[1] / f"final {name} 2.pt"), torch.load(one / f"resumed {name}.pt"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from quell.errors import QuellError
+from quell.torch import make_private
 from tests.pytorch.conftest import small_plan
 from tests.pytorch.training import without_noise
 
@@ -58,8 +60,8 @@ def bert(dropout=0.0):
     return transformers.BertForSequenceClassification(config)
 
 
-def gpt2():
-    """Tied weights and Conv1D layers, of which Opacus knows nothing."""
+def gpt2(tied=True):
+    """Tied weights, and Conv1D layers, whose weights are transposed."""
     torch.manual_seed(1)
     config = transformers.GPT2Config(
         vocab_size=20,
@@ -74,6 +76,7 @@ def gpt2():
         bos_token_id=0,
         eos_token_id=0,
         attn_implementation="eager",  # which vmap understands
+        tie_word_embeddings=tied,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -97,7 +100,7 @@ def trainer_of(model, folder, plan, private=None, options=None, **more):
     )
 
 
-def step_by_hand(model, data, batch):
+def step_by_hand(model, data, batch, bound):
     """One step of clipped SGD by transformers' own loss, one example at a time."""
     total = [torch.zeros_like(p) for p in model.parameters()]
     for index in batch:
@@ -105,20 +108,32 @@ def step_by_hand(model, data, batch):
         model(**{name: value[None] for name, value in data[index].items()}).loss.backward()
         norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
         for sums, p in zip(total, model.parameters(), strict=True):
-            sums += p.grad * min(1.0, BOUND / float(norm))
+            sums += p.grad * min(1.0, bound / float(norm))
     with torch.no_grad():
         for sums, p in zip(total, model.parameters(), strict=True):
             p -= RATE * sums / 8
 
 
-@pytest.mark.parametrize(("make", "clipping"), [(bert, "flat"), (bert, "ghost"), (gpt2, "flat"), (gpt2, "microbatch")])
-def test_without_noise_training_is_clipped_sgd(tmp_path, make, clipping):
+LOOSE = 1e3  # clips nothing: the norms of an embedding that is the output layer too are added, which clips more
+
+
+@pytest.mark.parametrize(
+    ("make", "clipping", "bound"),
+    [
+        (bert, "layers", BOUND),
+        (partial(gpt2, tied=False), "layers", BOUND),
+        (gpt2, "layers", LOOSE),
+        (gpt2, "microbatch", BOUND),
+    ],
+)
+def test_without_noise_training_is_clipped_sgd(tmp_path, make, clipping, bound):
     plan = without_noise(small_plan())
-    trainer = trainer_of(make(), tmp_path, plan, {"clipping": clipping}, {"max_steps": 3})
+    options = {"max_steps": 3, "max_grad_norm": bound}
+    trainer = trainer_of(make(), tmp_path, plan, {"clipping": clipping}, options)
     assert trainer.train().global_step == 3
     expected = make()
     for _, batch in zip(range(3), trainer.optimizer.run.batches.starting(0), strict=False):
-        step_by_hand(expected, trainer.train_dataset, batch)
+        step_by_hand(expected, trainer.train_dataset, batch, bound)
     for ours, theirs in zip(trainer.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -136,6 +151,40 @@ def test_training_resumes_from_a_checkpoint(plan, tmp_path):
         assert torch.equal(ours, theirs)
     with pytest.raises(QuellError, match="steps \\(2 epochs\\) are done"):
         resumed.train()
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_ones_own_loop_with_a_loss_per_example(make):
+    """Padding masks, several outputs in a ModelOutput, and a loss that is computed outside."""
+    causal = make is gpt2
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, Sentences(causal), small_plan())
+    for _, batch in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        labels = batch.pop("labels")
+        losses = (next_token_losses if causal else token_losses)(model(**batch), labels)
+        losses.mean().backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+    assert not optimizer.run.guard._why
+
+
+def test_the_loss_inside_a_language_model_is_refused():
+    """It divides by the tokens of the whole batch. A classifier's divides by the examples, which is fine."""
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, Sentences(True), small_plan())
+    with pytest.raises(QuellError, match="the model returns its own loss, and that couples"):
+        model(**next(iter(loader))).loss.backward()
+    assert optimizer.run.step == 0
+    model = bert()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, Sentences(False), small_plan())
+    optimizer.zero_grad()
+    model(**next(iter(loader))).loss.backward()
+    optimizer.step()
+    assert optimizer.run.guard._checked
 
 
 def test_evaluation_and_logs_work_and_show_no_gradient_norm(plan, tmp_path):

@@ -1,4 +1,4 @@
-"""Every layer and option that flat and ghost clipping take has the per-example gradients of autograd, or is refused."""
+"""Every layer and option has the per-example gradients of autograd, whatever route they take."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import copy
 
 import pytest
 import torch
-from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import nn
 
 from quell.errors import QuellError
-from quell.torch.flat import FlatEngine
-from quell.torch.ghost import GhostEngine
-
-ENGINES = {"flat": FlatEngine, "ghost": GhostEngine}
+from quell.torch.engine.layers import LayerEngine
 
 
 def numbers(*shape):
@@ -24,22 +20,92 @@ def tokens(*shape):
     return lambda: torch.randint(0, 5, shape)
 
 
-class Recurrent(nn.Module):
+class First(nn.Module):
+    """The first output of a layer that has several, on one input or as many as it takes."""
+
+    def __init__(self, layer, inputs=1) -> None:
+        super().__init__()
+        self.layer, self.inputs = layer, inputs
+
+    def forward(self, x):
+        return self.layer(*[x] * self.inputs)[0]
+
+
+class Crossed(nn.Module):
+    """Attention whose queries and keys differ, with masks, positions first."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.cells = DPLSTM(6, 3, batch_first=True, bidirectional=True)
+        self.layer = nn.MultiheadAttention(6, 2)
 
     def forward(self, x):
-        return self.cells(x)[0]
+        x = x.transpose(0, 1)
+        mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        padding = torch.zeros(x.shape[1], 5, dtype=torch.bool)
+        padding[:, 4] = True
+        return self.layer(x, x.flip(0), x.square(), padding, attn_mask=mask)[0].transpose(0, 1)
 
 
-class Attention(nn.Module):
-    def __init__(self, batch_first) -> None:
+class Whole(nn.Module):
+    """A model with parameters of its own beside its layers, as vision transformers have."""
+
+    def __init__(self, repeats=False) -> None:
         super().__init__()
-        self.heads = DPMultiheadAttention(6, 2, batch_first=batch_first)
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(1, 6, 6))
+        self.layer, self.repeats = nn.Linear(6, 6), repeats
 
     def forward(self, x):
-        return self.heads(x, x, x)[0]
+        token = self.token.repeat(len(x), 1, 1) if self.repeats else self.token.expand(len(x), -1, -1)
+        return self.layer(torch.cat([token, x], dim=1) + self.places)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Positions(nn.Module):
+    """One row of position numbers for all examples."""
+
+    def __init__(self, flat) -> None:
+        super().__init__()
+        self.words, self.places, self.flat = nn.Embedding(5, 3), nn.Embedding(4, 3), flat
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1])
+        return self.words(x) + self.places(places if self.flat else places[None])
+
+
+class Twice(nn.Module):
+    """A layer used twice, and an embedding that is the output layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class HuggingFaceLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.layer = Conv1D(3, 6)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def llama_norm():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    return LlamaRMSNorm(6, eps=0.1)
 
 
 def convolutions(**options):
@@ -48,101 +114,94 @@ def convolutions(**options):
     return [(lambda k=kind: k(4, 4, **settings), numbers(4, 4, *[6] * d)) for d, kind in enumerate(kinds, 1)]
 
 
-MEASURED = [
+LAYERS = [
     *convolutions(padding=1),
     *convolutions(stride=2, dilation=2, padding=2, groups=2),
     *convolutions(padding="same", kernel_size=4),
     *convolutions(padding="valid", padding_mode="circular", bias=False),
-    (lambda: nn.Conv2d(4, 4, (3, 2), stride=(1, 2), padding=(2, 0), dilation=(1, 2)), numbers(4, 4, 7, 6)),
-    (lambda: nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1), numbers(4, 4, 5, 5)),
-    *[(lambda: nn.Linear(6, 3), numbers(*shape)) for shape in ((4, 6), (4, 5, 6), (4, 2, 5, 6))],
-    (lambda: nn.Linear(300, 200), numbers(4, 5, 300)),  # Gram matrices in several parts
-    *[(lambda: nn.Embedding(5, 3, padding_idx=1), tokens(*shape)) for shape in ((4,), (4, 6), (4, 2, 3))],
-    (lambda: nn.LayerNorm(6), numbers(4, 2, 3, 6)),
-    (lambda: nn.GroupNorm(2, 4), numbers(4, 4, 5, 5)),
-    (lambda: nn.InstanceNorm2d(4, affine=True), numbers(4, 4, 5, 5)),
-    (lambda: nn.RMSNorm(6, eps=0.1), numbers(4, 5, 6)),
-    (lambda: nn.PReLU(4), numbers(4, 4, 5)),
-    (lambda: Attention(batch_first=True), numbers(4, 5, 6)),
-]
-REFUSED = [
     *convolutions(padding=1, padding_mode="circular"),
     *convolutions(padding="same", padding_mode="reflect"),
     *convolutions(padding=1, padding_mode="replicate"),
-    (lambda: nn.Embedding(5, 3, scale_grad_by_freq=True), tokens(4, 6)),
-    (lambda: nn.Embedding(5, 3, sparse=True), tokens(4, 6)),
+    (lambda: nn.Conv2d(4, 4, (3, 2), stride=(1, 2), padding=(2, 0), dilation=(1, 2)), numbers(4, 4, 7, 6)),
+    (lambda: nn.Conv2d(40, 40, 3), numbers(4, 40, 4, 4)),  # few places: patches are unfolded again for the sum
+    (lambda: nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1), numbers(4, 4, 5, 5)),
+    *[(lambda: nn.Linear(6, 3), numbers(*shape)) for shape in ((4, 6), (4, 5, 6), (4, 2, 5, 6))],
+    (lambda: nn.Linear(300, 200), numbers(4, 5, 300)),  # Gram matrices in several parts
+    (HuggingFaceLinear, numbers(4, 5, 6)),
+    *[(lambda: nn.Embedding(5, 3, padding_idx=1), tokens(*shape)) for shape in ((4,), (4, 6), (4, 2, 3))],
     (lambda: nn.EmbeddingBag(5, 3, mode="sum"), tokens(4, 6)),
+    (lambda: Positions(flat=True), tokens(5, 4)),
+    (lambda: Positions(flat=False), tokens(4, 4)),
+    (lambda: nn.LayerNorm(6), numbers(4, 2, 3, 6)),
+    (lambda: nn.LayerNorm((3, 6)), numbers(4, 2, 3, 6)),
     (lambda: nn.LayerNorm(6, bias=False), numbers(4, 6)),
-    (lambda: Attention(batch_first=False), numbers(5, 5, 6)),
+    (lambda: nn.GroupNorm(2, 4), numbers(4, 4, 5, 5)),
+    (lambda: nn.InstanceNorm2d(4, affine=True), numbers(4, 4, 5, 5)),
+    (lambda: nn.RMSNorm(6, eps=0.1), numbers(4, 5, 6)),
+    (llama_norm, numbers(4, 5, 6)),
+    (lambda: nn.PReLU(4), numbers(4, 4, 5)),
+    (Scaled, numbers(4, 5, 6)),
+    (Whole, numbers(4, 5, 6)),
+    (lambda: Whole(repeats=True), numbers(4, 5, 6)),
+    (Twice, numbers(4, 5, 6)),
+    (Twice, numbers(4, 6)),
+    (lambda: First(nn.MultiheadAttention(6, 2, batch_first=True), inputs=3), numbers(4, 5, 6)),
+    (Crossed, numbers(5, 5, 6)),
+    (lambda: nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), numbers(4, 5, 6)),
+    (lambda: nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True, norm_first=True), numbers(4, 5, 6)),
+    *[(lambda k=kind: First(k(6, 3, batch_first=True)), numbers(4, 5, 6)) for kind in (nn.RNN, nn.LSTM, nn.GRU)],
+    (lambda: First(nn.LSTM(6, 3, 2, batch_first=True, bidirectional=True)), numbers(4, 5, 6)),
+    (lambda: First(nn.GRU(6, 3, 2, batch_first=True, bidirectional=True)), numbers(4, 5, 6)),
+    (lambda: nn.GRUCell(6, 3), numbers(4, 6)),
+    (lambda: First(nn.LSTMCell(6, 3)), numbers(4, 6)),
 ]
 
 
-def require_autograd(kind, make, inputs):
+def named(case):
+    return type(case).__name__
+
+
+def alone_gradients(model, x, weights, unit=1):
+    found = []
+    for i in range(0, len(x), unit):
+        loss = (model(x[i : i + unit]) * weights[i : i + unit]).sum() / unit
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    return found
+
+
+def clipped(alone):
     """Clipped at the second smallest norm: a gradient, or a norm, that is wrong for one example shows in the sum."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(make()), inputs()
-    weights = torch.randn_like(model(x))
-    alone = []
-    for i in range(len(x)):
-        loss = (model(x[i : i + 1]) * weights[i : i + 1]).sum()
-        alone.append(torch.autograd.grad(loss, list(model.parameters())))
     norms = [torch.sqrt(sum(part.double().square().sum() for part in gradient)) for gradient in alone]
     bound = float(sorted(norms)[1])
-    expected = [
+    return bound, [
         sum(part * min(1.0, bound / float(norm)) for part, norm in zip(column, norms, strict=True))
         for column in zip(*alone, strict=True)
     ]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("unit", [1, 2])
+@pytest.mark.parametrize(("make", "inputs"), LAYERS)
+def test_layers_have_the_gradients_of_autograd(make, inputs, unit):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(make()), inputs()
+    x = torch.cat([x, x.flip(0).clone() if x.dtype == torch.int64 else 2 * x.flip(0)])[: len(x) // unit * unit * unit]
+    weights = torch.randn_like(model(x))
+    bound, expected = clipped(alone_gradients(model, x, weights, unit))
     model = copy.deepcopy(model)
-    engine = kind(model, dict(model.named_parameters()), bound, "sum")
+    engine = LayerEngine(model, dict(model.named_parameters()), bound, "sum", unit)
     (model(x) * weights).sum().backward()
     seen, sums = engine.collect()
-    assert seen == len(x)
+    assert seen == len(x) // unit
     for found, right in zip(sums, expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-4 * bound)
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize(("make", "inputs"), MEASURED)
-def test_layers_have_the_gradients_of_autograd(kind, make, inputs):
-    require_autograd(ENGINES[kind], make, inputs)
-
-
-def test_flat_takes_recurrent_layers():
-    require_autograd(FlatEngine, Recurrent, numbers(4, 5, 6))
-
-
-def test_flat_takes_sequences_of_different_lengths():
-    """The cells see fewer and fewer examples, the longest sequences last; each has the gradient it has alone."""
-    torch.manual_seed(0)
-    cells = DPLSTM(6, 3, batch_first=True, bidirectional=True)
-    sequences = [torch.randn(length, 6) for length in (5, 3, 1)]
-
-    def loss(parts):
-        packed = nn.utils.rnn.pack_sequence(parts)
-        return nn.utils.rnn.pad_packed_sequence(cells(packed)[0], batch_first=True)[0].square().sum()
-
-    parameters = {name: p for name, p in cells.named_parameters() if p.requires_grad}
-    expected = [torch.zeros_like(p) for p in parameters.values()]
-    for sequence in sequences:
-        alone = torch.autograd.grad(loss([sequence]), list(parameters.values()))
-        norm = torch.sqrt(sum(part.square().sum() for part in alone))
-        for total, part in zip(expected, alone, strict=True):
-            total += part * min(1.0, 0.1 / float(norm))
-    engine = FlatEngine(cells, parameters, 0.1, "sum")
-    loss(sequences).backward()
-    seen, sums = engine.collect()
-    assert seen == 3
-    torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize(("make", "inputs"), REFUSED)
-def test_options_that_would_give_wrong_gradients_are_refused(kind, make, inputs):
-    model = nn.Sequential(make())
-    model(inputs())  # torch itself takes it
-    with pytest.raises(QuellError, match="get its per-example gradients wrong; use clipping='microbatch'"):
-        ENGINES[kind](model, dict(model.named_parameters()), 1.0, "sum")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    ENGINES[kind](nn.Sequential(model, nn.Linear(3, 3)), {}, 1.0, "sum")  # frozen, there is nothing to get wrong
+def test_positions_that_might_be_tokens_are_refused_unless_they_were_seen_to_be_positions():
+    """torch.arange(4) in a batch of four: one row for all examples, or one token of each?"""
+    model = Positions(flat=True)
+    LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    with pytest.raises(QuellError, match=r"places \(Embedding\) is given the numbers 0 to 3 in a batch of 4 rows"):
+        model(torch.zeros(4, 4, dtype=torch.int64))
+    model(torch.zeros(3, 4, dtype=torch.int64))
+    assert model(torch.zeros(4, 4, dtype=torch.int64)).shape == (4, 4, 3)

@@ -47,11 +47,11 @@ def trainer(folder, *callbacks, **options):
     )
 
 
-@pytest.mark.parametrize("clipping", ["flat", "ghost", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_fit_trains_as_the_plain_loop(plan, tmp_path, clipping):
     key = seeded(5)
     private = Private(plan, examples(), 0.7, clipping=clipping, key=key)
-    module = Module(schedule=clipping == "flat")
+    module = Module(schedule=clipping == "layers")
     trainer(tmp_path, private).fit(module, private.loader)
     assert private.privacy_report().steps_done == plan.steps
     model = network()

@@ -12,14 +12,13 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from quell.errors import QuellError
 from quell.noise.audit import audit
 from quell.torch import CorrelatedNoise, make_private
 
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, reference_run, seeded, train, without_noise
 
-MODES = ["flat", "ghost", "microbatch"]
+MODES = ["layers", "microbatch"]
 
 
 def sgd(model, **options):
@@ -97,10 +96,40 @@ def test_other_architectures_without_noise(clipping, architecture):
         torch.testing.assert_close(p, q[1], rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("clipping", ["ghost", "microbatch"])
-def test_a_step_keeps_no_activations_alive(clipping, plan):
+class Watched(nn.Module):
+    """Remembers, weakly, what came through."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(weakref.ref(x.untyped_storage()))
+        return x * 1
+
+
+def test_a_step_keeps_no_activations_alive(plan):
+    """Without the garbage collector's help: nothing of a step is part of a cycle, though the loss is still there."""
+    watched = Watched()
+    model = nn.Sequential(nn.Linear(6, 8), watched, nn.LayerNorm(8), nn.Linear(8, 3))
+    model, optimizer, loader = make_private(model, sgd(model), examples(), plan)
+    gc.collect()
+    gc.disable()
+    try:
+        for _, (x, y) in zip(range(2), loader, strict=False):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            assert watched.seen
+            assert all(kept() is None for kept in watched.seen)
+    finally:
+        gc.enable()
+
+
+def test_a_step_in_micro_batches_keeps_no_activations_alive(plan):
     model = network()
-    model, optimizer, loader = make_private(model, sgd(model), examples(), plan, clipping=clipping)
+    model, optimizer, loader = make_private(model, sgd(model), examples(), plan, clipping="microbatch")
     gc.collect()
     gc.disable()
     try:
@@ -259,23 +288,27 @@ def test_frozen_and_unused_parameters(clipping):
             super().__init__()
             self.frozen, self.used, self.unused = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(2, 2)
             self.frozen.requires_grad_(False)
+            self.used.bias.requires_grad_(False)
 
         def forward(self, x):
             return self.used(torch.tanh(self.frozen(x)))
 
     plan, model = small_plan(), Net()
-    frozen, unused = model.frozen.weight.clone(), model.unused.weight.clone()
-    model, optimizer, loader = make_private(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), examples(), plan, clipping=clipping
-    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if clipping == "layers":
+        model.unused.requires_grad_(False)  # otherwise refused: no gradient comes for it
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, examples(), plan, clipping=clipping)
     train(model, optimizer, loader)
-    assert torch.equal(model.frozen.weight, frozen)
-    assert not torch.equal(model.unused.weight, unused)  # it has no gradient, and gets its noise all the same
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    noise_only = {"unused.weight", "unused.bias"} if clipping == "microbatch" else set()
+    assert changed == {"used.weight"} | noise_only  # what has no gradient gets its noise all the same
 
 
 @pytest.mark.parametrize("clipping", MODES)
 def test_an_optimizer_of_some_layers_only(clipping, plan):
     model = network()
+    model[:3].requires_grad_(False)  # or it is refused
     before = model[0].weight.clone()
     model, optimizer, loader = make_private(
         model, torch.optim.SGD(model[3].parameters(), lr=0.1), examples(), plan, clipping=clipping
@@ -283,16 +316,6 @@ def test_an_optimizer_of_some_layers_only(clipping, plan):
     train(model, optimizer, loader)
     assert torch.equal(model[0].weight, before)
     assert optimizer.run.step == plan.steps
-
-
-def test_ghost_says_when_a_gradient_is_not_finite(plan):
-    x, y = examples().tensors
-    spoiled = x.clone()
-    spoiled[:] = float("inf")
-    model = network()
-    model, optimizer, loader = make_private(model, sgd(model), TensorDataset(spoiled, y), plan, clipping="ghost")
-    with pytest.raises(QuellError, match="gradient is not finite: use clipping='flat' or 'microbatch'"):
-        train(model, optimizer, loader)
 
 
 class Tied(nn.Module):
@@ -305,18 +328,48 @@ class Tied(nn.Module):
         self.out.weight = self.embed.weight
 
     def forward(self, x):
-        return self.out(self.embed(x).sum(1))
+        return self.out(self.embed(x.abs().mul(5).long().remainder(7)).sum(1))[:, :3]
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
-def test_tied_weights_equal_one_example_at_a_time(clipping):
-    maker = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randint(0, 7, (40, 3), generator=maker), torch.randint(0, 7, (40,), generator=maker))
-    plan, model, twin = without_noise(small_plan()), Tied(), Tied()
-    model, optimizer, loader = make_private(model, sgd(model), data, plan, 0.3, clipping=clipping)
+class TiedLayers(nn.Module):
+    """One weight in two layers, one of which is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.first(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+
+class Itself(nn.Linear):
+    """A model that is a layer, of a class of its own."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        super().__init__(6, 3)
+
+
+def in_place():
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.Hardtanh(inplace=True), nn.Linear(8, 3)
+    )
+
+
+@pytest.mark.parametrize("clipping", MODES)
+@pytest.mark.parametrize("make", [Tied, TiedLayers, Itself, in_place])
+def test_shared_and_loose_parameters_equal_one_example_at_a_time(make, clipping):
+    # Norms of an embedding and of an output layer are added: equal where nothing is clipped.
+    bound = 1e3 if make is Tied else 0.3
+    plan, model, twin = without_noise(small_plan()), make(), make()
+    model, optimizer, loader = make_private(model, sgd(model), examples(), plan, bound, clipping=clipping)
     train(model, optimizer, loader)
-    reference_run(twin, sgd(twin), data, list(optimizer.run.batches), 8.0, 0.3)
-    torch.testing.assert_close(model.embed.weight, twin.embed.weight, rtol=0, atol=1e-6)
+    reference_run(twin, sgd(twin), examples(), list(optimizer.run.batches), 8.0, bound)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-6, msg=name)
 
 
 def test_dropout_is_the_same_in_both_passes_of_microbatch():
@@ -337,7 +390,7 @@ def test_dropout_is_the_same_in_both_passes_of_microbatch():
     torch.testing.assert_close(before - model[0].bias.detach(), kept * 2.0 / 8)
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_bfloat16_autocast_trains(clipping, plan):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # torch.func cannot do CPU autocast of norms
@@ -355,7 +408,7 @@ def test_bfloat16_autocast_trains(clipping, plan):
     assert all(p.dtype == torch.float32 and bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_a_bfloat16_model_trains(clipping, plan):
     model = network().to(torch.bfloat16)
     data = TensorDataset(examples().tensors[0].bfloat16(), examples().tensors[1])
@@ -364,7 +417,7 @@ def test_a_bfloat16_model_trains(clipping, plan):
     assert all(p.dtype == torch.bfloat16 and bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("clipping", ["flat", "microbatch"])
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
 def test_an_example_without_a_finite_gradient_counts_as_zero(clipping):
     x, y = examples().tensors
     spoiled = x.clone()
@@ -375,7 +428,7 @@ def test_an_example_without_a_finite_gradient_counts_as_zero(clipping):
     others = [batch[batch != 5] for batch in optimizer.run.batches]
     reference_run(twin, sgd(twin), examples(), others, 8.0, 0.5)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-6)
 
 
 def test_an_existing_loader_keeps_its_collate_function_and_workers(plan):
@@ -427,12 +480,9 @@ def test_evaluation_between_steps_is_free(clipping, plan):
     assert optimizer.run.step == plan.setup.steps_per_epoch
 
 
-def test_the_optimizer_is_an_opacus_optimizer_and_takes_schedulers(plan):
-    from opacus.optimizers import DPOptimizer
-
+def test_the_optimizer_takes_schedulers(plan):
     model = network()
     model, optimizer, loader = make_private(model, sgd(model), examples(), plan)
-    assert isinstance(optimizer, DPOptimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     train(model, optimizer, loader, steps=1)

@@ -1,17 +1,21 @@
-"""Ghost norms are never below the real ones, whatever cancels, and hardly above them where nothing does."""
+"""Norms are never below those of what is added, whatever cancels, and hardly above them where nothing does."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from quell.torch import norms
 from quell.torch.clipping import clip_factors
-from quell.torch.ghost import GhostEngine
-from quell.torch.norms import convolution_norms, embedding_norms, full_precision, linear_norms, outer_sum_norms
+from quell.torch.engine import bounds, pieces, rules
+from quell.torch.engine.bounds import full_precision, gram_norms, token_norms
+from quell.torch.engine.layers import LayerEngine
+from quell.torch.engine.pieces import Outer, Patches, Rows, Stacked, Tokens, merged
 
 EXAMPLES = 40
+PRECISIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def real_norms(g, a):
@@ -29,17 +33,21 @@ def cancelling(positions, width, out, size, rest, seed=0):
     return g, a
 
 
+# Bounds
+
+
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5, 1e7])
 @pytest.mark.parametrize(("positions", "width", "out"), [(2, 16, 4), (16, 500, 300), (64, 16, 16)])
 def test_norms_hold_where_positions_cancel(positions, width, out, size):
     g, a = cancelling(positions, width, out, size, 1.0)
-    assert bool((outer_sum_norms(g, a)[:, 0] >= real_norms(g, a) * (1 - 1e-6)).all())
+    assert bool((gram_norms(g, a) >= real_norms(g, a) * (1 - 1e-6)).all())
 
 
-def test_without_the_bound_norms_do_not_hold():
-    """The mutation: the norm as it is computed, the second column."""
+def test_without_the_bound_norms_do_not_hold(monkeypatch):
+    """The mutation: the norm as it is computed."""
+    monkeypatch.setattr(bounds, "roundings", lambda *lengths: 0)
     g, a = cancelling(2, 16, 4, 1e5, 1.0)
-    assert bool((outer_sum_norms(g, a)[:, 1] < 0.1 * real_norms(g, a)).any())
+    assert bool((gram_norms(g, a) < 0.1 * real_norms(g, a)).any())
 
 
 def test_norms_hold_where_small_squares_are_rounded_away():
@@ -48,86 +56,239 @@ def test_norms_hold_where_small_squares_are_rounded_away():
     a[:, :, 0] = 1.0
     a[:, 1, 0] = -1.0
     g = torch.ones(1, 2, 1)
-    assert float(outer_sum_norms(g, a)[0, 0]) >= float(real_norms(g, a)) * (1 - 1e-6)
+    assert float(gram_norms(g, a)) >= float(real_norms(g, a)) * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-25, 1e-21, 1.0, 1e15])
-def test_norms_hold_where_squares_underflow(scale):
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("scale", [1e-25, 3e-24, 1e-21, 1.0, 1e15])
+def test_norms_hold_where_squares_underflow(scale, positions):
     """Tiny gradients on huge inputs: their product is of ordinary size."""
-    g, a = torch.randn(EXAMPLES, 3, 5) * scale, torch.randn(EXAMPLES, 3, 7) * min(1 / scale, 1e18)
-    assert bool((outer_sum_norms(g, a)[:, 0] >= real_norms(g, a) * (1 - 1e-5)).all())
+    torch.manual_seed(0)
+    g = torch.randn(EXAMPLES, positions, 5) * scale
+    a = torch.randn(EXAMPLES, positions, 7) * min(1 / scale, 1e18)
+    for found in (gram_norms(g, a), Outer(g, a).norms()):
+        assert bool((found >= real_norms(g, a) * (1 - 1e-5)).all())
 
 
 @pytest.mark.parametrize(("positions", "width", "out"), [(4, 16, 8), (128, 768, 768)])
 def test_the_bound_is_hardly_above_the_norm_where_nothing_cancels(positions, width, out):
     torch.manual_seed(0)
     g, a = torch.randn(2, positions, out), torch.randn(2, positions, width)
-    torch.testing.assert_close(outer_sum_norms(g, a)[:, 0].double(), real_norms(g, a), rtol=5e-3, atol=0)
+    torch.testing.assert_close(gram_norms(g, a).double(), real_norms(g, a), rtol=5e-3, atol=0)
 
 
-def test_tokens_and_patches_that_cancel():
+def test_tokens_that_cancel():
     torch.manual_seed(0)
     g = torch.randn(EXAMPLES, 6, 3) * 1e6
     g[:, 3:] = -g[:, :3]
     g += torch.randn_like(g)
-    layer = nn.Embedding(3, 3)
     ids = torch.arange(6).remainder(3).expand(EXAMPLES, -1)
     real = (g[:, :3].double() + g[:, 3:].double()).flatten(1).norm(dim=1)
-    found = embedding_norms(layer, [ids], g)[layer.weight]
-    assert bool((found[:, 0] >= real * (1 - 1e-6)).all())
-    # what the second pass may add by rounding another way is covered too
-    assert bool((found[:, 0] >= 1e-7 * g.norm(dim=2).sum(1)).all())
-
-    layer = nn.Conv1d(2, 3, 1)
-    x, back = torch.full((EXAMPLES, 2, 6), 1e6), g.transpose(1, 2)
-    gradient = torch.einsum("nct,ndt->ncd", back, x).unsqueeze(-1)
-    sizes = back.norm(dim=1).sum(1)
-    found = convolution_norms(layer, {layer.weight: gradient, layer.bias: back.sum(2)}, x, back)
-    assert bool((found[layer.weight][:, 0] >= 1e-5 * sizes * x[:, :, 0].norm(dim=1)).all())
-    assert bool((found[layer.bias][:, 0] >= 1e-5 * sizes).all())
+    found = token_norms(g, ids)
+    assert bool((found >= real * (1 - 1e-6)).all())
+    assert bool((found >= 1e-7 * g.norm(dim=2).sum(1)).all())  # what the sum may add by rounding another way
 
 
-def test_biases_of_sequences_and_of_single_positions():
+def test_tokens_of_one_unit_do_not_meet_those_of_another():
     torch.manual_seed(0)
-    layer = nn.Linear(5, 3)
-    for shape in ((EXAMPLES,), (EXAMPLES, 4), (EXAMPLES, 2, 4)):
-        x, g = torch.randn(*shape, 5), torch.randn(*shape, 3)
-        found = linear_norms(layer, [x], g)
-        sums = g.reshape(EXAMPLES, -1, 3).double()
-        real = {
-            layer.bias: sums.sum(1).norm(dim=1),
-            layer.weight: real_norms(sums, x.reshape(EXAMPLES, -1, 5)),
-        }
-        for parameter, norm in found.items():
-            torch.testing.assert_close(norm.reshape(EXAMPLES, -1)[:, 0].double(), real[parameter], rtol=1e-4, atol=0)
+    g, ids = torch.randn(EXAMPLES, 9, 4), torch.randint(0, 3, (EXAMPLES, 9))
+    real = torch.zeros(EXAMPLES, 3, 4, dtype=torch.float64)
+    for unit in range(EXAMPLES):
+        real[unit].index_add_(0, ids[unit], g[unit].double())
+    torch.testing.assert_close(token_norms(g, ids).double(), real.flatten(1).norm(dim=1), rtol=1e-4, atol=0)
 
 
-def test_the_passes_of_ghost_clipping_are_in_full_precision_and_leave_the_settings():
+def test_gram_matrices_are_added_up_in_short_sums(monkeypatch):
+    monkeypatch.setattr(bounds, "CHUNK", 2)
+    values, widths, product = torch.randn(3, 4, 7), [], torch.bmm
+    expected = values @ values.transpose(1, 2)
+    monkeypatch.setattr(bounds.torch, "bmm", lambda a, b: widths.append(a.shape[2]) or product(a, b))
+    torch.testing.assert_close(bounds._gram(values), expected)
+    assert widths == [2]
+    assert bounds.roundings(7) == 2 + 4 + bounds.SUMMING
+
+
+def test_factors_of_norms_that_are_not_finite_are_zero():
+    factors = clip_factors(torch.tensor([float("nan"), float("inf"), 4.0, 0.5]), 1.0)
+    torch.testing.assert_close(factors, torch.tensor([0.0, 0.0, 0.25, 1.0]), rtol=1e-5, atol=0)
+
+
+# Pieces: what `sum` adds is never above what `norms` said
+
+
+def numbers(kind, *shape, seed=0):
+    """Numbers for g and a: plain, one unit far beyond the others, or entries far apart within a unit."""
+    make = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=make)
+    if kind == "outlier":
+        values[1] *= 1e3
+    if kind == "uneven":
+        values *= 10.0 ** torch.randint(-4, 3, shape, generator=make)
+    if kind == "cancelling" and shape[1] > 1:  # along the second dimension, positions or rows
+        half = shape[1] // 2
+        values[:, half : 2 * half] = values[:, :half] * (-1 if seed else 1) + 1e-3 * torch.randn(
+            values[:, :half].shape, generator=make
+        )
+    if kind == "subnormal":
+        values *= 1e-39 if seed else 1e25
+    return values
+
+
+def outer(kind, dtype, positions):
+    g, a = numbers(kind, 5, positions, 6, seed=1).to(dtype), numbers(kind, 5, positions, 4).to(dtype)
+    return Outer(g, a), torch.einsum("nti,ntj->nij", g.double(), a.double())
+
+
+def convolution(kind, dtype, unit, padding=0, **options):
+    """Units of several rows, whose gradients torch's own convolution makes."""
+    layer = nn.Conv1d(4, 6, 3, groups=2, padding=padding, bias=False, **options).double()
+    x, g = (numbers(kind, 4, 8, unit, 4 + 2 * seed, seed=seed).to(dtype) for seed in (0, 1))
+    x, g = x.permute(0, 2, 3, 1), g.permute(0, 2, 3, 1)[..., : 6 + 2 * padding]
+    real = [
+        torch.autograd.grad(layer(rows), layer.weight, back)[0]
+        for rows, back in zip(x.double(), g.double(), strict=True)
+    ]
+    return Patches(g, x, partial(rules._unfold, layer), width=4 * 3, groups=2), torch.stack(real)
+
+
+def embedding(kind, dtype, padding):
+    g = numbers(kind, 5, 6, 4, seed=1).to(dtype)
+    ids = torch.randint(0, 3, (5, 6), generator=torch.Generator().manual_seed(3))
+    ids[:, 3:] = ids[:, :3]  # so that what cancels is the same token's
+    real = torch.zeros(5, 3, 4, dtype=torch.float64)
+    for unit in range(5):
+        real[unit].index_add_(0, ids[unit], g[unit].double())
+    if padding >= 0:
+        real[:, padding] = 0
+    return Tokens(g, ids, 3, padding), real
+
+
+def stacked(kind, dtype):
+    made = [outer(kind, dtype, 4) for _ in range(3)]
+    return Stacked([piece for piece, _ in made]), torch.stack([real for _, real in made], 1)
+
+
+def rows(kind, dtype):
+    values = numbers(kind, 5, 8, 3).to(dtype)
+    return Rows(values), values.double()
+
+
+PIECES = {
+    "rows": rows,
+    "one position": partial(outer, positions=1),
+    "positions": partial(outer, positions=6),
+    "tokens": partial(embedding, padding=-1),
+    "padded tokens": partial(embedding, padding=1),
+    "patches": partial(convolution, unit=1),
+    "patches of three rows": partial(convolution, unit=3),
+    "patches around the edge": partial(convolution, unit=1, padding=1, padding_mode="circular"),
+    "stacked": stacked,
+}
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "outlier", "uneven", "cancelling", "subnormal"])
+@pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
+def test_a_piece_adds_no_more_than_its_norms_say(make, kind, dtype):
+    piece, real = make(kind, dtype)
+    with torch.no_grad(), full_precision():
+        norms = piece.norms().double()
+        if not bool(torch.isfinite(norms).all()):
+            return  # counts as zero
+        real = real.flatten(1)
+        size = real.norm(dim=1)
+        for unit in range(piece.units):
+            for weight in (1.0, 1 / 3, 0.6, 1e-3):
+                weights = torch.zeros(piece.units)
+                weights[unit] = weight
+                added = piece.sum(weights).double().flatten()
+                allowed = float(weights.double()[unit] * norms[unit]) * (1 + 1e-5)
+                assert float(added.norm()) <= allowed + 1e-18  # squares of less are lost, and do not matter
+                coarse = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+                if kind in ("plain", "outlier"):
+                    assert float((added - weight * real[unit]).norm()) <= coarse * weight * float(size[unit])
+    if kind in ("plain", "outlier"):
+        torch.testing.assert_close(norms, size, rtol=2e-2 if dtype == torch.bfloat16 else 3e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("positions", [1, 2])
+def test_the_smallest_numbers_of_a_precision(dtype, positions):
+    """A factor of 0.6 takes nothing from the smallest number there is, where their product is rounded to be one."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    g = torch.full((1, positions, 4), smallest, dtype=dtype)
+    a = torch.full((1, positions, 4), min(torch.finfo(dtype).max, 2.0**63) / 2, dtype=dtype)
+    piece, bound = Outer(g, a), 0.6 * float(real_norms(g, a))
+    added = piece.sum(clip_factors(piece.norms() * (1 + 1e-5), bound))
+    assert float(added.double().norm()) <= bound * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("make", [rows, partial(outer, positions=1), partial(outer, positions=6), stacked])
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+def test_a_unit_that_is_cleared_adds_nothing(make, dtype):
+    piece, real = make("plain", dtype)
+    values = [piece.values] if isinstance(piece, Rows) else [p.g for p in getattr(piece, "parts", [piece])]
+    for value in values:
+        value[2] = float("nan")
+    spoiled = torch.arange(piece.units) == 2
+    clean = piece.without(spoiled)
+    expected = real[~spoiled].flatten(1).sum(0)
+    found = clean.sum(torch.ones(piece.units)).double().flatten()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
+
+
+def test_pieces_of_one_parameter_are_measured_together_or_added():
+    """Two calls of a layer whose gradients cancel: exactly measured where both are of one kind, never below."""
+    torch.manual_seed(0)
+    g, a = torch.randn(5, 3, 6), torch.randn(5, 3, 4)
+    for parts in ([Outer(g, a), Outer(-g, a)], [Rows(g), Rows(-g)]):
+        (one,) = merged(parts)
+        assert float(one.sum(torch.ones(5)).norm()) <= 1e-4
+        assert float(one.norms().max()) <= 0.05 * float(parts[0].norms().max())
+    apart = [Outer(g, a), Rows(-torch.einsum("nti,ntj->nij", g, a))]
+    assert merged(apart) == apart
+
+
+@pytest.mark.parametrize("channels", [3, 40])
+def test_convolutions_are_measured_a_few_examples_at_a_time(monkeypatch, channels):
+    torch.manual_seed(0)
+    layer, x, g = nn.Conv2d(channels, 4, 3, padding=1), torch.randn(7, 1, channels, 5, 5), torch.randn(7, 1, 4, 5, 5)
+    asked = []
+
+    def unfold(x):
+        asked.append(len(x))
+        return rules._unfold(layer, x)
+
+    piece, weights = Patches(g, x, unfold, width=9 * channels, groups=1), torch.rand(7)
+    norms, total = piece.norms(), piece.sum(weights)
+    assert asked == [7, 7]
+    monkeypatch.setattr(pieces, "_MOST_NUMBERS", 2 * 9 * channels * 25)
+    asked.clear()
+    torch.testing.assert_close(piece.norms(), norms)
+    torch.testing.assert_close(piece.sum(weights), total)
+    assert asked == [2, 2, 2, 1] * 2
+
+
+# In the engine
+
+
+def test_clipping_is_in_full_precision_and_leaves_the_settings(monkeypatch):
     """TF32 and bfloat16 products are thousands of times coarser than what the bounds allow for."""
     matmul, convolution = torch.backends.mkldnn.matmul, torch.backends.cudnn.conv
     before = matmul.fp32_precision, convolution.fp32_precision
     seen = []
 
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
+    def spying(plain):
+        def spy(*arguments):
             seen.append((matmul.fp32_precision, convolution.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
-            return gradient
+            return plain(*arguments)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
+        return spy
 
-        def forward(self, x):
-            return Looks.apply(self.layer(x))
-
-    model = Model()
-    engine = GhostEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    for method in ("norms", "sum"):
+        monkeypatch.setattr(Outer, method, spying(getattr(Outer, method)))
+    model = nn.Sequential(nn.Linear(3, 2))
+    engine = LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
     try:
         matmul.fp32_precision, convolution.fp32_precision = "bf16", "tf32"
         model(torch.randn(4, 3)).sum().backward()
@@ -140,81 +301,3 @@ def test_the_passes_of_ghost_clipping_are_in_full_precision_and_leave_the_settin
     with pytest.raises(ZeroDivisionError), full_precision():
         raise ZeroDivisionError
     assert (matmul.fp32_precision, convolution.fp32_precision) == before
-
-
-def test_an_example_whose_first_batch_cancels_is_clipped_and_not_refused():
-    """The comparison on the first batch allows for what was added to the norm."""
-    torch.manual_seed(0)
-
-    class Difference(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(16, 4)
-
-        def forward(self, x):
-            h = self.body(x)
-            return h[:, 0] - h[:, 1]
-
-    model = nn.Sequential(Difference())
-    engine = GhostEngine(model, dict(model.named_parameters()), 1.0, "sum")
-    for _ in range(3):
-        x = torch.randn(8, 1, 16) * 1e5 + torch.randn(8, 2, 16)
-        model(x).sum().backward()
-        seen, sums = engine.collect()
-        assert seen == 8
-        assert float(sum(total.square().sum() for total in sums)) > 0
-
-
-def test_factors_of_norms_that_are_not_finite_are_zero():
-    factors = clip_factors(torch.tensor([float("nan"), float("inf"), 4.0, 0.5]), 1.0)
-    torch.testing.assert_close(factors, torch.tensor([0.0, 0.0, 0.25, 1.0]), rtol=1e-5, atol=0)
-
-
-def test_gram_matrices_are_added_up_in_short_sums(monkeypatch):
-    monkeypatch.setattr(norms, "_CHUNK", 2)
-    values, widths, product = torch.randn(3, 4, 7), [], torch.bmm
-    expected = values @ values.transpose(1, 2)
-    monkeypatch.setattr(norms.torch, "bmm", lambda a, b: widths.append(a.shape[2]) or product(a, b))
-    torch.testing.assert_close(norms._gram(values), expected)
-    assert widths == [2]
-    assert norms._roundings(7) == 2 + 4
-
-
-def test_convolutions_are_measured_a_few_examples_at_a_time(monkeypatch):
-    from quell.torch import ghost_hooks
-
-    torch.manual_seed(0)
-    layer, x, g = nn.Conv2d(3, 4, 3, padding=1), torch.randn(7, 3, 5, 5), torch.randn(7, 4, 5, 5)
-    whole = ghost_hooks._whole_convolution_norms(layer, [x], g)
-    monkeypatch.setattr(ghost_hooks, "_MOST_NUMBERS", 2 * 27 * 25)
-    asked = []
-    sampler = ghost_hooks.GradSampleHooks.GRAD_SAMPLERS[nn.Conv2d]
-
-    def spy(layer, activations, backprops):
-        asked.append(len(backprops))
-        return sampler(layer, activations, backprops)
-
-    monkeypatch.setitem(ghost_hooks.GradSampleHooks.GRAD_SAMPLERS, nn.Conv2d, spy)
-    parts = ghost_hooks._whole_convolution_norms(layer, [x], g)
-    assert asked == [2, 2, 2, 1]
-    for parameter in layer.parameters():
-        torch.testing.assert_close(parts[parameter], whole[parameter])
-
-
-@pytest.mark.parametrize("most", [1, 1 << 26])
-def test_what_is_added_for_convolutions_covers_each_example_alone(monkeypatch, most):
-    """S = Σ_t |g_t||a_t| over the positions of an example, a_t its patches: bounded from each example's own numbers."""
-    from quell.torch import ghost_hooks
-
-    monkeypatch.setattr(ghost_hooks, "_MOST_NUMBERS", most)
-    layer, sizes = nn.Conv2d(1, 1, 3), 10.0 ** torch.arange(4).view(4, 1, 1, 1)
-    signs = (-1.0) ** (torch.arange(8)[:, None] + torch.arange(8))  # all patches alike: gradients cancel entirely
-    x, g = sizes * torch.ones(4, 1, 10, 10), signs.expand(4, 1, 8, 8)
-    found = ghost_hooks._whole_convolution_norms(layer, [x], g)
-    patches = torch.linalg.vector_norm(nn.functional.unfold(x, 3).double(), dim=1)
-    lengths = torch.linalg.vector_norm(g.flatten(2).double(), dim=1)
-    for parameter, parts in ((layer.weight, patches * lengths), (layer.bias, lengths)):
-        bound, value = found[parameter].double().unbind(1)
-        unit = norms._ADDED_UP * torch.finfo(torch.float32).eps / 2
-        assert not value.any()
-        assert torch.all(bound * (1 + 1e-6) >= unit * parts.sum(1))

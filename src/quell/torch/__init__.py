@@ -1,8 +1,7 @@
 """PyTorch: a plan's batches and noise in the user's own loop, on any number of GPUs.
 
 `make_private` is the two-line way in; `attach` serves loops that clip by themselves; `CorrelatedNoise` and
-`clipped_sum` are their parts. `quell.torch.huggingface` and `quell.torch.lightning` are for those trainers. Opacus is
-imported by `make_private` alone, and only for the ways of clipping that are Opacus's.
+`clipped_sum` are their parts. `quell.torch.huggingface` and `quell.torch.lightning` are for those trainers.
 """
 
 from __future__ import annotations
@@ -17,14 +16,24 @@ if TYPE_CHECKING:
     from quell.torch.attached import attach
     from quell.torch.checks import PlanMismatchWarning
     from quell.torch.private import make_private
+    from quell.torch.probe import UncheckedLossWarning
     from quell.torch.report import PrivacyReport
 
-__all__ = ["CorrelatedNoise", "PlanMismatchWarning", "PrivacyReport", "attach", "clipped_sum", "make_private"]
+__all__ = [
+    "CorrelatedNoise",
+    "PlanMismatchWarning",
+    "PrivacyReport",
+    "UncheckedLossWarning",
+    "attach",
+    "clipped_sum",
+    "make_private",
+]
 
 # Loaded on first use: they need the accountants, the parts above do not.
 _HOMES = {
     "PlanMismatchWarning": "checks",
     "PrivacyReport": "report",
+    "UncheckedLossWarning": "probe",
     "attach": "attached",
     "make_private": "private",
 }

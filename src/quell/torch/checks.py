@@ -6,8 +6,11 @@ What concerns privacy is an error. What concerns only how good the noise is for 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -69,7 +72,21 @@ def trainable_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn
                 found[names[id(parameter)]] = parameter
     if not found:
         raise QuellError("the optimizer has no trainable parameters: unfreeze some before make_private")
+    refuse_unprotected(model, found.values())
     return found
+
+
+def refuse_unprotected(model: nn.Module, protected: Iterable[nn.Parameter]) -> None:
+    """All that can be trained is private, or the run is refused: another optimizer would use gradients as they are."""
+    held = {id(parameter) for parameter in protected}
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if outside:
+        more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+        raise QuellError(
+            f"{outside[0]}{more} can be trained, but is not in the private optimizer, or was frozen when it was made: "
+            "nothing would clip its gradients or add noise; freeze it (requires_grad_(False)), or put it into the "
+            "optimizer that make_private is given (one optimizer, with parameter groups)"
+        )
 
 
 def refuse_leaking_layers(model: nn.Module) -> None:
@@ -89,30 +106,16 @@ def refuse_leaking_layers(model: nn.Module) -> None:
             )
 
 
-def refuse_unmeasured_layers(model: nn.Module) -> None:
-    """What Opacus's rules for layers leave out: per-example gradients would be wrong, and mostly without a word."""
-    for name, module in model.named_modules():
-        option = _unmeasured(module)
-        if option is not None and any(parameter.requires_grad for parameter in module.parameters()):
-            raise QuellError(
-                f"{name or 'the model'} is a {type(module).__name__}{option}: Opacus's hooks, which clipping='flat' "
-                "and 'ghost' use, get its per-example gradients wrong; use clipping='microbatch' or another layer"
-            )
-
-
-def _unmeasured(module: nn.Module) -> str | None:
-    if isinstance(module, nn.modules.conv._ConvNd):
-        padded = module.padding_mode != "zeros" and any(module._reversed_padding_repeated_twice)
-        return f" with padding_mode={module.padding_mode!r}" if padded else None  # unfolded with zeros
-    if isinstance(module, nn.Embedding):
-        return next((f" with {name}=True" for name in ("scale_grad_by_freq", "sparse") if getattr(module, name)), None)
-    if isinstance(module, nn.EmbeddingBag):
-        return ""  # a token that a bag has twice counts once
-    if isinstance(module, nn.LayerNorm):
-        return " without a bias" if module.elementwise_affine and module.bias is None else None
-    if type(module).__name__ == "DPMultiheadAttention":  # of Opacus, which need not be there
-        return None if module.batch_first else " with batch_first=False"  # positions would count as examples
-    return None
+@contextmanager
+def in_a_sentence(what: str, advice: str) -> Iterator[None]:
+    """Errors that torch raises inside, about layers that it cannot handle, say which and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise QuellError(f"{what} failed with {type(error).__name__} ({reason}): {advice}") from error
 
 
 def refuse_other_data(plan: Plan, examples: int) -> None:

@@ -6,6 +6,7 @@ rest of the epoch that the optimizer is in; a batch, or one rank's share of it, 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from quell.errors import QuellError, require_count
+from quell.sampling import Cyclic
 from quell.torch.run import Portion, Run
 
 _KEPT = (
@@ -48,7 +51,14 @@ def dataset_of(data: Any) -> Dataset[Any]:
 class PlannedLoader(DataLoader[Any]):
     """The batches of a run. `state_dict` says where it stands; the position itself is the optimizer's step."""
 
-    def __init__(self, data: Any, run: Run, physical_batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        data: Any,
+        run: Run,
+        physical_batch_size: int | None = None,
+        rows_per_example: int = 1,
+        fixed_shape: bool | None = False,
+    ) -> None:
         self.run = run
         self._loaded_step: int | None = None
         self._seeds: bytes | None = None  # of the workers, where they are ours to choose
@@ -59,11 +69,16 @@ class PlannedLoader(DataLoader[Any]):
             kept["generator"] = torch.Generator()
             self._seeds = run.noise.key.derive("quell workers")
         collate = default_collate if given is None else given.collate_fn
-        self._planned = PlannedSampler(run, physical_batch_size)
+        in_memory = type(dataset) is TensorDataset and collate is default_collate
+        if in_memory:
+            dataset, collate = IndexedAtOnce(dataset.tensors), list
+        if fixed_shape is None:
+            fixed_shape = in_memory  # where rows of zeros are surely harmless
+        self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape)
         super().__init__(
             dataset,
             batch_sampler=self._planned,
-            collate_fn=CollateEmpty(collate, dataset),
+            collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows_per_example),
             **kept,
         )
 
@@ -87,7 +102,10 @@ class PlannedLoader(DataLoader[Any]):
     def _received(self, items: Iterator[Any], planned: deque[Portion]) -> Iterator[Any]:
         """The items, each noted when the loop gets it: workers fetch ahead, and that is nobody's step."""
         for item in items:
-            self.run.receive(planned.popleft())
+            portion = planned.popleft()
+            self.run.receive(portion)
+            if self.run.guard is not None:
+                self.run.guard.watch(item, portion.rows)
             yield item
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,11 +123,13 @@ class PlannedSampler(Sampler[list[int]]):
     BatchMemoryManager makes, portions count as received when they are drawn; then workers cannot fetch ahead.
     """
 
-    def __init__(self, run: Run, physical_batch_size: int | None) -> None:
-        self.run = run
+    def __init__(self, run: Run, physical_batch_size: int | None, rows: int = 1, fixed_shape: bool = False) -> None:
+        self.run, self.rows, self.fixed_shape = run, require_count("rows_per_example", rows), fixed_shape
         self.physical = (
             None if physical_batch_size is None else require_count("physical_batch_size", physical_batch_size)
         )
+        if fixed_shape and self.physical is None:
+            self.physical = _usual_size(run)
         self._stream: Iterator[Any] = iter(())
         self._stream_step = -1  # the step whose batch `_stream` gives next
         self._announced: deque[Portion] | None = None
@@ -137,8 +157,9 @@ class PlannedSampler(Sampler[list[int]]):
             batch = self._batch(step)
             portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
             for number, portion in enumerate(portions):
-                note(Portion(step, number, len(portions), len(portion)))
-                yield portion.tolist()
+                filled_to = self.physical if self.fixed_shape else None
+                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to))
+                yield portion.repeat(self.rows).tolist()
 
     def _portions(self, batch_size: int) -> int:
         """How many items a batch makes: the same on every rank, because sharded models compute together."""
@@ -152,14 +173,62 @@ class PlannedSampler(Sampler[list[int]]):
         return next(self._stream)
 
 
-class CollateEmpty:
-    """A collate function that can also make a batch of nobody: the first example's shapes with no rows."""
+def _usual_size(run: Run) -> int:
+    """A size that few of a rank's batches exceed; those come in parts.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Dataset[Any]) -> None:
-        self.collate, self.dataset = collate, dataset
+    Batches that are drawn at random have a standard deviation of about the root of their mean. Two of them cost the
+    least time: rows of zeros on one side, second parts on the other.
+    """
+    mean = run.expected_batch_size / run.world
+    spread = 0.0 if isinstance(run.batches.scheme, Cyclic) else 2 * math.sqrt(mean)
+    return max(1, math.ceil(mean + spread))
+
+
+class IndexedAtOnce(Dataset[Any]):
+    """The rows of tensors, a whole batch by one index."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        return [tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors]
+
+
+class Collated:
+    """A collate function that can also make a batch of nobody, and fill batches up to one size.
+
+    What it fills with are zeros, which no example has made: should a loop change the order of the rows, so that one of
+    them is taken for an example, nothing about anybody is in it.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, size: int | None, rows: int) -> None:
+        self.collate, self.dataset, self.size, self.rows = collate, dataset, size, rows
 
     def __call__(self, examples: list[Any]) -> Any:
-        return self.collate(examples) if examples else _without_rows(self.collate([self.dataset[0]]))
+        batch = self.collate(examples) if examples else _without_rows(self._one())
+        return batch if self.size is None else _filled(batch, self.size * self.rows)
+
+    def _one(self) -> Any:
+        indexed = isinstance(self.dataset, IndexedAtOnce)
+        return self.dataset.__getitems__([0]) if indexed else self.collate([self.dataset[0]])
+
+
+def _filled(batch: Any, rows: int) -> Any:
+    """Every tensor with so many rows, the new ones zero."""
+
+    def fill(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            raise QuellError(f"fixed_shape=True fills batches of tensors, not of {type(value).__name__}: leave it out")
+        return torch.cat([value, value.new_zeros(rows - len(value), *value.shape[1:])]) if len(value) < rows else value
+
+    return pytree.tree_map(fill, batch)
 
 
 def _without_rows(batch: Any) -> Any:

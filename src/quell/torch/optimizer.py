@@ -22,7 +22,7 @@ from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
-from quell.torch.engine import Engine
+from quell.torch.engine.base import Engine
 from quell.torch.random_states import random_states, set_random_states
 from quell.torch.report import PrivacyReport, privacy_report
 from quell.torch.run import Run, Unfinished
@@ -157,6 +157,7 @@ class PrivateOptimizer(Optimizer):
         """The wrapped optimizer's state, the noise's and all random numbers', of all ranks: call it on all of them."""
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
+        self._engine.require_bounded()
         saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
         own = {
             "weights": self._weights(),
@@ -195,6 +196,7 @@ class PrivateOptimizer(Optimizer):
     def close(self) -> None:
         """Let go of the ledger, so that another run of this process can go on with the key."""
         self.run.noise.close()
+        self._engine.require_bounded()
 
     def privacy_report(self) -> PrivacyReport:
         """What this run promises, has spent so far, and rests on."""
@@ -260,7 +262,7 @@ class PrivateOptimizer(Optimizer):
         return digest.hexdigest()
 
     def _require_sound(self) -> None:
-        self.run.require_steps_left()
+        self.run.require_ready()
         if getattr(self, "grad_scale", None) is not None:  # set by GradScaler.step
             raise QuellError(
                 "a GradScaler scales the loss, and with it what clipping sees: use bfloat16 autocast, which needs no "

@@ -19,10 +19,12 @@ from quell.torch.checks import (
 )
 from quell.torch.clipping import require_clip_norm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
-from quell.torch.engine import Engine
+from quell.torch.engine.base import Engine
+from quell.torch.engine.layers import LayerEngine
+from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.loader import PlannedLoader
-from quell.torch.microbatch import MicrobatchEngine
 from quell.torch.optimizer import PrivateOptimizer
+from quell.torch.probe import Probe
 from quell.torch.sharding import is_sharded
 from quell.torch.start import NoiseOptions, started_run
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from quell.mechanism import Mechanism
     from quell.planning import Plan
 
-CLIPPING = ("flat", "ghost", "microbatch")
+CLIPPING = ("layers", "microbatch")
 
 
 def make_private(
@@ -40,11 +42,13 @@ def make_private(
     plan: Plan,
     max_grad_norm: float = 1.0,
     *,
-    clipping: str = "flat",
+    clipping: str = "layers",
     mechanism: str | Mechanism | None = None,
     loss_reduction: str = "mean",
     physical_batch_size: int | None = None,
     micro_batch: int = 32,
+    rows_per_example: int = 1,
+    fixed_shape: bool | None = None,
     key: Key | str | Path | None = None,
     seed: int | None = None,
     ledger: str | Path | None = None,
@@ -53,11 +57,19 @@ def make_private(
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Train `model` under the plan's promise: returns model, optimizer and loader for the loop you already have.
 
-    `clipping`: "flat" keeps every example's gradient (Opacus's hooks), "ghost" only their norms, "microbatch" works by
-    torch.func in portions of `micro_batch` examples. `loss_reduction` is how your loss treats a batch: "mean" or
-    "sum". A mean must divide by the number of examples; with class weights, `ignore_index`, or a mean over tokens it
-    divides by something that depends on the other examples, which breaks the promise unnoticed: there sum the examples'
-    own losses and pass "sum".
+    `clipping`: "layers" follows every layer through one forward and one backward pass; "microbatch" runs the model by
+    torch.func in portions of `micro_batch` examples, for models that "layers" refuses.
+
+    `loss_reduction` is how your loss treats a batch: "mean" or "sum". A mean must divide by the number of rows; with
+    class weights, `ignore_index`, or a mean over tokens it divides by something that depends on the other examples,
+    which breaks the promise: there sum the examples' own losses and pass "sum". The first batches are probed for
+    this, and for models that mix examples.
+
+    `rows_per_example`: how many rows the loader takes of each example, asking the data set so many times, one after the
+    other. Their mean is one gradient, clipped as one: augmentations of an example then cost no privacy.
+
+    `fixed_shape`: batches of random size are filled up to one size with rows of zeros, which count for nobody, so that
+    kernels, compiled code and memory see one shape. By default where it pays: on GPUs, for a TensorDataset.
 
     `physical_batch_size` splits batches that do not fit into memory; call `optimizer.step()` for each part.
 
@@ -88,6 +100,8 @@ def make_private(
     bound = require_clip_norm(max_grad_norm)
     if clipping not in CLIPPING:
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
+    if clipping == "microbatch" and (fixed_shape or rows_per_example != 1):
+        raise QuellError("rows_per_example and fixed_shape need clipping='layers': leave them out")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
     refuse_wrong_arguments(optimizer, data, plan)
@@ -103,14 +117,19 @@ def make_private(
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory)
     with started_run(optimizer, params, data, plan, bound, options) as run:
         own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
+        own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape}
         require_agreement({**run.settings(), **own})
-        loader = PlannedLoader(data, run, physical_batch_size)
+        if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
+            fixed_shape = False
+        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape)
         sharded = any(is_sharded(parameter) for parameter in params.values())
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
-        engine, kind = _engine(clipping, model, params, bound, loss_reduction, micro_batch, sharded)
+        engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, rows_per_example, sharded)
+        engine.present = run.present
+    run.guard = Probe(model, params)
     model._quell_private = True
-    return model, kind(optimizer, run, engine), loader
+    return model, PrivateOptimizer(optimizer, run, engine), loader
 
 
 def _engine(
@@ -120,21 +139,11 @@ def _engine(
     bound: float,
     loss_reduction: str,
     micro_batch: int,
+    rows_per_example: int,
     sharded: bool,
-) -> tuple[Engine, type[PrivateOptimizer]]:
-    if sharded and clipping != "ghost":
-        raise QuellError(
-            f"clipping={clipping!r} needs whole parameters, and these are sharded by fully_shard: use clipping='ghost'"
-        )
-    if clipping == "microbatch":
-        return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch), PrivateOptimizer
-    try:
-        from quell.torch.flat import FlatEngine
-        from quell.torch.ghost import GhostEngine
-        from quell.torch.opacus import OpacusOptimizer
-    except ImportError as missing:
-        raise QuellError(
-            "clipping='flat' and 'ghost' use Opacus: pip install -c constraints.txt '.[torch]', or take 'microbatch'"
-        ) from missing
-    kind = FlatEngine if clipping == "flat" else GhostEngine
-    return kind(model, params, bound, loss_reduction), OpacusOptimizer
+) -> Engine:
+    if clipping == "layers":
+        return LayerEngine(model, params, bound, loss_reduction, rows_per_example)
+    if sharded:
+        raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
+    return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch)

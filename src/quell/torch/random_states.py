@@ -16,29 +16,34 @@ import torch
 from quell.torch.distributed import gather, world
 
 
-def random_states() -> list[dict[str, Any]]:
-    """The states of all ranks, in their order, as plain data and tensors. Call it on all ranks."""
+def own_states() -> dict[str, Any]:
+    """The states of this process, as plain data and tensors."""
     numpy_state: Any = np.random.get_state()
     kind, words, *rest = numpy_state
-    return gather(
-        {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-            "numpy": (kind, words.tolist(), *rest),
-            "python": random.getstate(),
-        }
-    )
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": (kind, words.tolist(), *rest),
+        "python": random.getstate(),
+    }
 
 
-def set_random_states(saved: Sequence[dict[str, Any]]) -> None:
-    """Go on with this rank's numbers; with another number of ranks than were saved, sums differ anyway."""
-    rank, size = world()
-    if len(saved) != size:
-        return
-    own = saved[rank]
+def set_own_states(own: dict[str, Any]) -> None:
     torch.set_rng_state(own["torch"].cpu())
     for device, state in enumerate(own["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)
     np.random.set_state(tuple(own["numpy"]))
     version, words, gauss = own["python"]
     random.setstate((version, tuple(words), gauss))
+
+
+def random_states() -> list[dict[str, Any]]:
+    """The states of all ranks, in their order. Call it on all ranks."""
+    return gather(own_states())
+
+
+def set_random_states(saved: Sequence[dict[str, Any]]) -> None:
+    """Go on with this rank's numbers; with another number of ranks than were saved, sums differ anyway."""
+    rank, size = world()
+    if len(saved) == size:
+        set_own_states(saved[rank])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -32,6 +32,13 @@ class Portion:
     number: int
     parts: int
     examples: int
+    rows_per_example: int = 1
+    filled_to: int | None = None  # with examples of zeros, which count for nobody, behind the real ones
+
+    @property
+    def rows(self) -> int:
+        """Of the batch's tensors."""
+        return (self.filled_to or self.examples) * self.rows_per_example
 
     @property
     def last(self) -> bool:
@@ -45,8 +52,17 @@ class Unfinished:
     received: Portion | None = None  # the loop has it, and has not stepped on it
     parts: int = 0  # how many portions were stepped on
     examples: int = 0  # clipped since the last of those
+    units: int = 0  # seen since the last of those, fillings included
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
+
+
+class Guard(Protocol):
+    """Told of every batch that the loop gets, and asked before every step."""
+
+    def watch(self, batch: Any, rows: int) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -62,6 +78,7 @@ class Run:
     spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
+    guard: Guard | None = None  # what looks at the loop's batches and steps; set by make_private
 
     @property
     def step(self) -> int:
@@ -94,6 +111,12 @@ class Run:
                 f"the plan's {self.noise.steps:,} steps ({self.plan.epochs} epochs) are done: stop here, or make a new "
                 "plan for a longer run"
             )
+
+    def require_ready(self) -> None:
+        """Before a step: there is one left, and nothing speaks against it."""
+        self.require_steps_left()
+        if self.guard is not None:
+            self.guard.settle()
 
     def restart_step(self) -> None:
         """Drop everything that the due step has gathered; its batch comes again, from its first part."""
@@ -129,9 +152,17 @@ class Run:
             )
         if examples != due.examples:
             raise QuellError(_other_examples(examples, due))
-        self.unfinished.received, self.unfinished.examples = None, 0
+        self.unfinished.received, self.unfinished.examples, self.unfinished.units = None, 0, 0
         self.unfinished.parts += 1
         return due.last
+
+    def present(self, units: int) -> int:
+        """How many of the next units of the portion are examples; they come first, what fills it up comes after."""
+        due, before = self.unfinished.received, self.unfinished.units
+        if due is None or due.filled_to is None:
+            return units
+        self.unfinished.units += units
+        return min(units, max(0, due.examples - before))
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must have in common."""

@@ -26,6 +26,15 @@ def local(tensor: Tensor) -> Tensor:
     return held
 
 
+def own_share(total: Tensor, parameter: Any) -> Tensor:
+    """This rank's part of a sum over all ranks, where the parameter is sharded; each rank gives its own sum, whole."""
+    if not is_sharded(parameter):
+        return total
+    torch.distributed.all_reduce(total)
+    shard = shard_of(0, parameter)
+    return total.view(-1)[shard.offset : shard.offset + shard.length].reshape(local(parameter).shape).clone()
+
+
 def copies(tensor: Any, world: int) -> int:
     """On how many ranks each element lies."""
     if not is_sharded(tensor):

@@ -1,4 +1,4 @@
-"""`clipping="microbatch"`: per-example gradients by torch.func, one micro-batch at a time. Needs no Opacus.
+"""`clipping="microbatch"`: per-example gradients by torch.func, one micro-batch at a time.
 
 The forward pass keeps no activations. When the loss has sent its gradient back to the outputs, each micro-batch runs
 again, with the same random numbers, and its per-example gradients are clipped and added before the next one: one
@@ -18,8 +18,14 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
+from quell.torch.checks import in_a_sentence
 from quell.torch.clipping import Clipped, sum_clipped
-from quell.torch.engine import DeferredEngine, Pass
+from quell.torch.engine.base import DeferredEngine, Pass
+
+_NOT_MAPPED = (
+    "clipping='microbatch' takes layers that vmap understands, and no convolutions or norms under autocast: use "
+    "clipping='layers', the default, change the layer, or leave autocast out"
+)
 
 
 @dataclass(eq=False)
@@ -63,7 +69,8 @@ class MicrobatchEngine(DeferredEngine):
             return self._plain_forward(*args, **kwargs)
         example = _Example(self, inputs)
         run = vmap(example, in_dims=(None,) + (0,) * len(inputs.mapped), randomness="different")
-        parts = [run(self._detached(), *inputs.part(*bounds)) for bounds in self._bounds(inputs.examples)]
+        with in_a_sentence("running the model one example at a time, by torch.func.vmap,", _NOT_MAPPED):
+            parts = [run(self._detached(), *inputs.part(*bounds)) for bounds in self._bounds(inputs.examples)]
         return example.rebuilt([torch.cat(columns) for columns in zip(*parts, strict=True)])
 
     def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Clipped:
@@ -89,7 +96,7 @@ class MicrobatchEngine(DeferredEngine):
                 for first, stop in self._bounds(examples):
                     yield per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
 
-        with torch.no_grad():
+        with torch.no_grad(), in_a_sentence("the gradient of one example, by torch.func.vmap,", _NOT_MAPPED):
             return sum_clipped(micro_batches, params, self.max_grad_norm)
 
     def _bounds(self, examples: int) -> list[tuple[int, int]]:

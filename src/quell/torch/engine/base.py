@@ -1,4 +1,4 @@
-"""Where clipped gradient sums come from: one small engine per way of clipping, all with the same face.
+"""What all engines share: the face they show the optimizer, and what engines that cut off the model's outputs do.
 
 An engine attaches itself to the model (which stays the user's own object), watches forward and backward passes, and
 `collect` hands over how many examples it saw since last time and the float32 sum of their clipped gradients.
@@ -7,7 +7,7 @@ An engine attaches itself to the model (which stays the user's own object), watc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
+from quell.noise.secrecy import never_copied
 from quell.torch.clipping import Clipped
 from quell.torch.sharding import local
 
@@ -30,6 +31,7 @@ class Engine(ABC):
         self.params = dict(params)
         self.max_grad_norm = max_grad_norm
         self.mean_loss = loss_reduction == "mean"
+        self.present: Callable[[int], int] = lambda units: units  # how many of a batch's units count: the first ones
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
 
@@ -48,19 +50,34 @@ class Engine(ABC):
         """Forget gradients that were computed and not collected."""
         self._seen, self._sums = 0, {}
 
+    def require_bounded(self) -> None:  # noqa: B027 - most engines look at their sums at once
+        """Refuse sums that were too large, where an engine has not looked at all of them yet."""
+
+    def __deepcopy__(self, memo: Any) -> Engine:
+        """A copy of the model has this engine's hooks, which ignore every model but their own."""
+        return self
+
+    __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
+
     @abstractmethod
     def flush(self) -> None:
         """Clip whatever finished backward passes have left."""
 
     def _take(self, examples: int, clipped: Clipped) -> None:
-        """Add the sums of this rank's `examples`. So many clipped gradients cannot add up to more than this allows."""
-        if not clipped.norm <= clipped.examples * self.max_grad_norm * (1 + 1e-3):
+        """Add the sums of this rank's `examples`, which must not be larger than so many clipped gradients can make."""
+        self._require_bounded(clipped.norm, clipped.examples)
+        self._add(examples, clipped.sums)
+
+    def _require_bounded(self, norm: float, examples: int) -> None:
+        if not norm <= examples * self.max_grad_norm * (1 + 1e-3):
             raise QuellError(
-                f"the sum has norm {clipped.norm:.4g}, more than {clipped.examples:,} gradients clipped to "
-                f"{self.max_grad_norm:g} can have: {self.if_not_clipped}"
+                f"the sum has norm {norm:.4g}, more than {examples:,} gradients clipped to {self.max_grad_norm:g} can "
+                f"have: {self.if_not_clipped}"
             )
+
+    def _add(self, examples: int, sums: Mapping[str, Tensor]) -> None:
         self._seen += examples
-        for name, value in clipped.sums.items():
+        for name, value in sums.items():
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
 
@@ -96,7 +113,7 @@ class DeferredEngine(Engine):
             if parameter.grad is not None:
                 raise QuellError(
                     f"the loss reaches {name} around the model's output, where it cannot be clipped: leave parameters "
-                    "out of the loss (weight decay belongs to the optimizer), or use clipping='flat'"
+                    "out of the loss (weight decay belongs to the optimizer)"
                 )
         examples = _rows(done.leaves)
         factor = examples if self.mean_loss else 1
@@ -154,7 +171,7 @@ def _refuse_late(given_up: list[bool]) -> None:
     if given_up:
         raise QuellError(
             "the model was called twice before a backward pass: use one forward pass per loss (for accuracies, call it "
-            "under torch.no_grad()), or clipping='flat'"
+            "under torch.no_grad())"
         )
 
 
@@ -163,6 +180,6 @@ def _rows(leaves: Sequence[Tensor]) -> int:
     if len(sizes) != 1 or None in sizes:
         raise QuellError(
             f"the loss uses outputs of shapes {[tuple(leaf.shape) for leaf in leaves]}, which do not have one row per "
-            "example: let the model return such outputs and compute the loss outside, or use clipping='flat'"
+            "example: let the model return such outputs and compute the loss from them, one per example"
         )
     return int(sizes.pop() or 0)

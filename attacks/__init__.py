@@ -1,0 +1,1 @@
+"""Attacks on Quell's promises: `make attack` runs all of them and writes attacks/results.md (see attacks/README.md)."""

@@ -1,0 +1,107 @@
+"""Norms of sums over positions, taken without building the sums, never smaller than they are.
+
+A linear layer's gradient of one unit is Σ_t g_t a_tᵀ over its positions t, and its squared norm is
+Σ_ts (g_t·g_s)(a_t·a_s). Where positions nearly cancel, that sum has no correct digit: it is small, its terms are not.
+So every norm here is raised by what rounding may have taken, in terms of S = Σ_t |g_t||a_t|, which does not cancel. The
+clipped sum rounds in its own way, by some multiple of 10⁻⁷·S: what is added to the norms covers that too.
+Where nothing cancels the addition is invisible; where it does, a unit is clipped more than need be, never less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 512  # so many products are added in a row before they join a sum: rounding grows with it
+SUMMING = 64  # roundings in a sum that torch makes in a cascade, and in what surrounds it
+UNDERFLOW = 1e-32  # squares below 10⁻³⁸ are lost, however large what they are multiplied with
+_ADDED_UP = 1024  # roundings allowed for in gradients that are added up entry by entry, here and in the clipped sum
+
+
+def gram_norms(g: Tensor, a: Tensor) -> Tensor:
+    """(units,) a bound of |Σ_t g_t a_tᵀ|, for g (units, positions, ·) and a alike, in float32 or float64.
+
+    An entry of a Gram matrix is off by at most (number of roundings)·u·|g_t||g_s|, with u the unit of rounding; over
+    all pairs of positions, that is so many u·S².
+    """
+    products, others = _gram(g), _gram(a)
+    sizes = [
+        gram.diagonal(dim1=1, dim2=2) + UNDERFLOW * values.shape[2] for gram, values in ((products, g), (others, a))
+    ]
+    bound = (sizes[0].sqrt() * sizes[1].sqrt()).sum(-1).double().square()
+    square = products.mul_(others).sum(-1).double().sum(-1).clamp_(min=0.0)
+    return (square + roundings(g.shape[2], a.shape[2]) * _unit(g) * bound).sqrt().float()
+
+
+def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
+    """(units,) a bound of the norm of an embedding's gradient.
+
+    The gradients of equal tokens are added, those of different tokens are orthogonal.
+    """
+    units, positions = tokens.shape
+    flat = (g if g.dtype == torch.float64 else g.float()).reshape(units * positions, -1)
+    owners = torch.arange(units, device=g.device).repeat_interleave(positions)
+    # Each unit's tokens, sorted: equal ones are neighbours, and every one of them knows the first of its kind.
+    ordered, order = tokens.sort(dim=1, stable=True)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    place = new.view(-1).cumsum(0) - 1
+    source = (order + torch.arange(units, device=g.device)[:, None] * positions).view(-1)
+    sums = flat.new_zeros(units * positions, flat.shape[1]).index_add_(0, place, flat[source])
+    sizes = flat.new_zeros(units * positions).index_add_(0, place, torch.linalg.vector_norm(flat, dim=1)[source])
+    norms = raised(torch.linalg.vector_norm(sums, dim=1), sizes)
+    squares = torch.zeros(units, dtype=torch.float64, device=g.device)
+    return squares.index_add_(0, owners, norms[place].double().square() * new.view(-1)).sqrt().float()
+
+
+def raised(norms: Tensor, sizes: Tensor) -> Tensor:
+    """A bound of norms, where a gradient was added up from parts whose norms add up to `sizes`.
+
+    The norm n is off by kuS at most, with k roundings in a row, and √(n² + (cuS)²) ≥ (n + kuS)/√(1 + k²/c²) for all n.
+    """
+    return torch.hypot(norms, _ADDED_UP * _unit(sizes) * sizes)
+
+
+def roundings(*lengths: int) -> int:
+    """How many roundings in a row the products of two Gram matrices have seen, their sums included."""
+    return sum(min(length, CHUNK) + -(-length // CHUNK) for length in lengths) + SUMMING
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 and no bfloat16 inside of float32 products: both are thousands of times coarser than what is bounded."""
+    settings = _precisions()
+    before = [getattr(place, name) for place, name, _ in settings]
+    try:
+        for place, name, value in settings:
+            setattr(place, name, value)
+        yield
+    finally:
+        for (place, name, _), value in zip(settings, before, strict=True):
+            setattr(place, name, value)
+
+
+def _precisions() -> list[tuple[Any, str, Any]]:
+    """Where float32 may mean less, the name it goes by in this version of torch, and its value for float32."""
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    if not hasattr(cudnn, "conv"):
+        return [(cuda.matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
+    places = (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)
+    return [(place, "fp32_precision", "ieee") for place in places]
+
+
+def _gram(values: Tensor) -> Tensor:
+    """(units, t, s) values_t · values_s, in short sums."""
+    first, *rest = values.split(CHUNK, dim=2)
+    gram = torch.bmm(first, first.transpose(1, 2))
+    for part in rest:
+        gram.baddbmm_(part, part.transpose(1, 2))
+    return gram
+
+
+def _unit(values: Tensor) -> float:
+    return float(torch.finfo(values.dtype).eps) / 2

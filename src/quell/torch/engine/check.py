@@ -1,0 +1,125 @@
+"""The first batch, looked at more closely: is what the engine measures for one unit what autograd computes for it?
+
+The first unit of the batch runs twice, with equal random numbers: through the taps beside the second unit, and plainly
+beside the last one. Its gradient must be the same for every parameter. A layer whose rows are not examples, a rule that
+does not fit, or a model that mixes rows shows here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError
+from quell.torch.probe import restored_buffers
+
+if TYPE_CHECKING:
+    from quell.torch.engine.layers import LayerEngine
+
+
+class FirstBatch:
+    def __init__(self, engine: LayerEngine) -> None:
+        self.engine = engine
+        self._inputs: tuple[Any, Any] | None = None
+        self._gradients: list[Tensor | None] = []
+        self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+
+    def remember(self, args: Any, kwargs: Any) -> None:
+        kind = next(iter(self.engine.params.values())).device.type
+        self._inputs = (args, kwargs)
+        self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def watch(self, outputs: Any) -> None:
+        """Keep the gradients of the model's outputs when they arrive."""
+        tensors = _differentiable(outputs)
+        self._gradients = [None] * len(tensors)
+
+        def keep(gradient: Tensor, place: int) -> None:
+            self._gradients[place] = gradient
+
+        for place, value in enumerate(tensors):
+            value.register_hook(lambda gradient, place=place: keep(gradient, place))
+
+    def compare(self) -> None:
+        inputs, gradients, engine = self._inputs, self._gradients, self.engine
+        self._inputs = None  # the loss, and with it the hooks of its outputs, may live on
+        rows, unit = engine.rows_seen, engine.rows_per_unit
+        known = [gradient for gradient in gradients if gradient is not None]
+        if inputs is None or not known or not rows or any(not g.dim() or len(g) != rows for g in known):
+            return  # the model was not called as a whole, or returned its loss
+        first = range(unit)
+        beside = [[*first, *range(unit, 2 * unit)], [*first, *(range(rows - unit, rows) if rows > 2 * unit else first)]]
+        cuts = [
+            pytree.tree_map(lambda v, chosen=chosen: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
+            for chosen in beside
+        ]
+        kept = [None if g is None else torch.cat([g[:unit], torch.zeros_like(g[:unit])]) for g in gradients]
+        with restored_buffers(engine.model):
+            try:
+                measured = self._measured(cuts[0], kept)
+                real = engine.unwatched(lambda: self._by_autograd(cuts[1], kept))
+            except QuellError:
+                raise
+            except (RuntimeError, IndexError, ValueError):
+                engine.take_finished()
+                return  # a tensor that has as many rows by chance, such as a mask, was cut too
+        whole = torch.stack([g.double().norm() for g in real.values()]).norm()
+        if not torch.isfinite(whole) or not float(whole):
+            return
+        coarse = 0.1 if self._autocast[0] or any(p.dtype.itemsize < 4 for p in engine.params.values()) else 1e-3
+        for name, right in real.items():
+            found = measured.get(name, torch.zeros_like(right))
+            if not float((found - right).double().norm()) <= coarse * float(right.double().norm() + 0.01 * whole):
+                raise QuellError(
+                    f"the gradient of one example for {name} has norm {float(found.norm()):.4g} as measured and "
+                    f"{float(right.norm()):.4g} by autograd: its layer is used in a way that per-example gradients "
+                    "cannot follow (rows that are not examples, or examples that mix); use clipping='microbatch'"
+                )
+
+    def _run(self, inputs: Any) -> list[Tensor]:
+        enabled, dtype = self._autocast
+        device = next(iter(self.engine.params.values())).device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            torch.manual_seed(0)
+            with torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+                return _differentiable(self.engine.model(*inputs[0], **inputs[1]))
+
+    def _measured(self, inputs: Any, gradients: list[Tensor | None]) -> dict[str, Tensor]:
+        """Float32 gradients of the first unit by the engine's pieces."""
+        engine = self.engine
+        outputs = self._run(inputs)
+        torch.autograd.backward(*_pairs(outputs, gradients))
+        found: dict[str, Tensor] = {}
+        for pieces in engine.take_finished():
+            for name, parts in pieces.items():
+                parameter = engine.params[name]
+                for piece in parts:
+                    first = (torch.arange(piece.units, device=parameter.device) == 0).float()
+                    found[name] = found.get(name, 0.0) + piece.sum(first).view(parameter.shape)
+        return found
+
+    def _by_autograd(self, inputs: Any, gradients: list[Tensor | None]) -> dict[str, Tensor]:
+        torch.autograd.backward(*_pairs(self._run(inputs), gradients))  # checkpoints know no torch.autograd.grad
+        made = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.engine.params.items()}
+        self.engine.model.zero_grad()
+        return made
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+
+
+def _rows(value: Tensor, chosen: list[int]) -> Tensor:
+    return value.detach()[chosen].requires_grad_(value.requires_grad)
+
+
+def _differentiable(outputs: Any) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+
+
+def _pairs(outputs: list[Tensor], gradients: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    known = [(value, g.to(value.dtype)) for value, g in zip(outputs, gradients, strict=True) if g is not None]
+    return [value for value, _ in known], [g for _, g in known]

@@ -1,0 +1,184 @@
+"""Where the fused kernels are used, with what sizes, and how much their rounding may take from a norm.
+
+They serve bfloat16 and float16 on GPUs. Products of such numbers are exact in float32; what rounds is adding them up.
+Every result is the same each time: partial results are written apart and added in a fixed order, never by atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quell.torch.engine.bounds import UNDERFLOW
+
+_TILE, _DEPTH = 128, 64  # of the matrix products: rows and columns, and how deep one step of the loop goes
+_PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num_stages": 4}
+_ROUNDING = 2.0**-23  # tensor cores cut off instead of rounding
+_CHUNK = 1024  # as in triton_kernels.py
+_BLOCK = 1024  # elements of a program that adds up rows
+Factors = tuple[Tensor, Tensor]  # g (units, positions, outputs) and a (units, positions, inputs)
+interpreted = False  # whether CPU tensors go through Triton's interpreter: for tests
+
+
+def take(*values: Tensor) -> bool:
+    """Whether the kernels can take these."""
+    if not all(value.is_cuda or interpreted for value in values) or _triton() is None:
+        return False
+    return all(value.dtype in (torch.bfloat16, torch.float16) for value in values) and values[0].numel() > 0
+
+
+def gram_norms(pairs_of_factors: Sequence[Factors]) -> Tensor:
+    """(layers, units) bounds of |Σ_t g_t a_tᵀ| by Gram matrices, of which no entry leaves the multiprocessor."""
+    g, a = pairs_of_factors[0]
+    (units, positions, outputs), inputs = g.shape, a.shape[2]
+    pairs, layers = _pairs(positions), len(pairs_of_factors)
+    found = torch.empty(layers, 2, units, pairs, device=g.device)
+    with _table([factor for factors in pairs_of_factors for factor in factors]) as table:
+        _triton().gram[(pairs, units, layers)](
+            table, found, units, positions, outputs, inputs, pairs, TYPE=_type(g), **_PRODUCT
+        )
+    return _bounded(found, outputs, inputs)
+
+
+def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
+    """(units,) a bound of the norm of an embedding's gradient: Gram entries of equal tokens, added up."""
+    units, positions, width = g.shape
+    pairs = _pairs(positions)
+    found = torch.empty(1, 2, units, pairs, device=g.device)
+    with _table([g]) as table:
+        _triton().token_gram[(pairs, units)](
+            table, tokens.contiguous(), found, units, positions, width, pairs, TYPE=_type(g), **_PRODUCT
+        )
+    return _bounded(found, width)[0]
+
+
+def weighted_sums(pairs_of_factors: Sequence[Factors], weights: Tensor) -> Tensor:
+    """(layers, outputs, inputs) Σ_u weights_u Σ_t g_t a_tᵀ: each unit's tile is finished before it meets its weight."""
+    g, a = pairs_of_factors[0]
+    (units, positions, outputs), inputs = g.shape, a.shape[2]
+    tiles = -(-outputs // _TILE) * -(-inputs // _TILE)
+    sums = torch.empty(len(pairs_of_factors), outputs, inputs, device=g.device)
+    with _table([factor for factors in pairs_of_factors for factor in factors]) as table:
+        _triton().weighted[(tiles, len(pairs_of_factors))](
+            table, weights, sums, units, positions, outputs, inputs, TYPE=_type(g), **_PRODUCT
+        )
+    return sums
+
+
+def row_norms(rows: Sequence[Tensor]) -> Tensor:
+    """(layers, units) norms of rows (units, size), one such tensor per layer."""
+    units, size = rows[0].shape
+    parts = max(1, min(size // (4 * _BLOCK), 4 * _multiprocessors(rows[0].device) // (units * len(rows))))
+    found = torch.empty(len(rows), units, parts, device=rows[0].device)
+    with _table(rows, aligned=False) as table:
+        _triton().squared_rows[(parts, units, len(rows))](
+            table, found, size, units, parts, -(-size // parts), TYPE=_type(rows[0]), BLOCK=_BLOCK, num_warps=4
+        )
+    return found.sum(2, dtype=torch.float64).sqrt().float()
+
+
+def sums_of_rows(rows: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """(layers, size) Σ_u weights_u rows_u, without a float32 copy of the rows."""
+    units, size = rows[0].shape
+    blocks = -(-size // _BLOCK)
+    splits = max(1, min(units // 16, 8 * _multiprocessors(rows[0].device) // (blocks * len(rows))))
+    parts = torch.empty(splits, len(rows), size, device=rows[0].device)
+    with _table(rows, aligned=False) as table:
+        _triton().weighted_rows[(blocks, len(rows), splits)](
+            table, weights, parts, units, size, -(-units // splits), TYPE=_type(rows[0]), BLOCK=_BLOCK, num_warps=4
+        )
+    return parts[0] if splits == 1 else parts.sum(0)
+
+
+def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """(units, width) the gradients of scale and shift of a normalisation over the last dimension, unit by unit."""
+    units, positions, width = x.shape
+    if (
+        not (x.is_cuda or interpreted)
+        or _triton() is None
+        or x.dtype == torch.float64
+        or width > 1 << 14
+        or not x.numel()
+    ):
+        wide = x if x.dtype == torch.float64 else x.float()
+        if centred:
+            wide = wide - wide.mean(-1, keepdim=True)
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (normalised * g).sum(1), g.sum(1, dtype=wide.dtype)
+    x, g = x.contiguous(), g.contiguous()
+    block = _power_of_two(width)
+    parts = min(positions, max(1, 8 * _multiprocessors(x.device) // units))
+    found = torch.empty(2, units, parts, width, device=x.device)
+    _triton().scales[(parts, units)](
+        x, g, found[0], found[1], positions, width, -(-positions // parts), eps,
+        CENTRED=centred, BLOCK=block, num_warps=8 if block > 2048 else 4,
+    )  # fmt: skip
+    return found[0].sum(1), found[1].sum(1)
+
+
+@contextmanager
+def _table(tensors: Sequence[Tensor], aligned: bool = True) -> Iterator[Tensor]:
+    """The addresses of tensors, on their device, while they are held; with rows that start at 16-byte borders."""
+    held = [_aligned(tensor) if aligned else tensor.contiguous() for tensor in tensors]
+    _triton().triton.set_allocator(partial(_workspace, device=held[0].device))
+    yield torch.tensor([tensor.data_ptr() for tensor in held], dtype=torch.int64).to(held[0].device)
+
+
+def _aligned(values: Tensor) -> Tensor:
+    if values.shape[2] % 8:
+        values = functional.pad(values, (0, -values.shape[2] % 8))
+    values = values.contiguous()
+    return values.clone() if values.data_ptr() % 16 else values
+
+
+def _workspace(size: int, alignment: int, stream: int | None, device: torch.device) -> Tensor:
+    """Where a kernel puts its tensor descriptors."""
+    return torch.empty(size, dtype=torch.int8, device=device)
+
+
+def _type(values: Tensor) -> Any:
+    return _triton().TYPES[str(values.dtype)]
+
+
+def _pairs(positions: int) -> int:
+    """How many pairs of blocks of positions there are, each block with itself and those before it."""
+    blocks = -(-positions // _TILE)
+    return blocks * (blocks + 1) // 2
+
+
+def _bounded(found: Tensor, *widths: int) -> Tensor:
+    """Norms from sums of Gram products, each of which may be off by so many roundings of |g_t||g_s||a_t||a_s|."""
+    # 16 products enter a sum at once, with two roundings at most, in chunks that are added up; then come the pairs.
+    roundings = sum(min(width, _CHUNK) // 8 + -(-width // _CHUNK) + 1 for width in widths) + 32
+    layers, _, units, pairs = found.shape
+    norms = torch.empty(layers, units, device=found.device)
+    block = max(2, _power_of_two(pairs))
+    _triton().bounded[(units, layers)](
+        found, norms, units, pairs, roundings * _ROUNDING, UNDERFLOW * sum(widths), BLOCK=block
+    )
+    return norms
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _triton() -> Any:
+    """The kernels, or None where there is no Triton with tensor descriptors."""
+    try:
+        from quell.torch.engine import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels if triton_kernels.CAN_DESCRIBE else None

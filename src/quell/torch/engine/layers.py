@@ -1,0 +1,467 @@
+"""The engine: one forward pass, one backward pass that makes no weight gradients, then norms, factors and sums.
+
+Every layer with trained parameters is tapped (`taps.py`). When the gradient of its output arrives, its rule
+(`rules.py`) turns that and the layer's input into pieces (`pieces.py`). Pieces of one backward pass belong together:
+they give every unit's norm over all layers, from that its clipping factor, and then each parameter's clipped sum.
+
+A parameter that is used anywhere but in its tapped layer gets a gradient from autograd, which is an error, because it
+would not be clipped. On the first batch one row's gradient is also computed by autograd and compared, parameter by
+parameter (`check.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError
+from quell.noise.secrecy import never_copied
+from quell.torch.checks import in_a_sentence
+from quell.torch.clipping import clip_factors, norm_of
+from quell.torch.distributed import sum_over_ranks, world
+from quell.torch.engine.base import Engine
+from quell.torch.engine.bounds import full_precision
+from quell.torch.engine.check import FirstBatch
+from quell.torch.engine.composite import COMPOSITES
+from quell.torch.engine.pieces import Piece, Rows, merged, norms_of, sums_of, wide
+from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, by_unit, embedding, linear, rule_for
+from quell.torch.engine.taps import Arrived, per_row, swapped, tap, tapped_linear
+from quell.torch.sharding import copies, is_sharded, own_share
+
+Found = dict[str, list[Piece]]  # by the parameter's name
+Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
+
+_NOT_MAPPED = "use clipping='microbatch', or one of the layers that docs/pytorch.md lists"
+_SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
+
+
+@dataclass(eq=False)
+class Layer:
+    """A tapped layer."""
+
+    name: str
+    rule: Rule | None
+    trained: Mapping[str, str]  # from its own names of its parameters to the optimizer's
+    forward: Callable[..., Any]  # as it was before
+    row_by_row: bool | None = None  # whether its parameters may be given to it once for every row
+    shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
+
+
+class LayerEngine(Engine):
+    clipping = "layers"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        max_grad_norm: float,
+        loss_reduction: str,
+        rows_per_unit: int = 1,
+    ) -> None:
+        super().__init__(params, max_grad_norm, loss_reduction)
+        self.model, self.rows_per_unit = model, rows_per_unit
+        self.sharded = any(is_sharded(parameter) for parameter in self.params.values())
+        self._layers: dict[int, Layer] = {}
+        self._idle = False  # whether layers run as if they had no taps
+        self._rows: int | None = None  # rows of the forward pass that runs now
+        self._given: set[int] = set()  # where its inputs lie in memory
+        self._collected = 0  # how often sums were collected: gradients of older forward passes are refused
+        self._finished: list[Found] = []
+        self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
+        self._outer: dict[int, int] = {}  # of a backward pass inside another, which reentrant checkpoints have
+        self._missing = set(self.params)  # that no backward pass has brought a gradient for yet
+        self._first = None if self.sharded else FirstBatch(self)
+        self._last_sum: tuple[Tensor, int] | None = None  # its norm, not looked at yet, and how many examples it has
+        model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._end)
+        names = {id(parameter): name for name, parameter in self.params.items()}
+        for name, module in model.named_modules():
+            held = module.named_parameters(recurse=False)
+            trained = {own: names[id(p)] for own, p in held if p.requires_grad and id(p) in names}
+            if trained:
+                self._layers[id(module)] = Layer(name or "the model", rule_for(module), trained, module.forward)
+                module.forward = _Forward(self, module)
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "rows_per_example": self.rows_per_unit}
+
+    def discard(self) -> None:
+        super().discard()
+        self._finished, self._under_way, self._outer = [], {}, {}
+
+    # Forward
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if model is self.model and torch.is_grad_enabled() and not self._idle:
+            tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim()]
+            self._rows = len(tensors[0]) if tensors else None
+            self._given = {v.untyped_storage().data_ptr() for v in tensors}
+            if self._first is not None:
+                self._first.remember(args, kwargs)
+
+    def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        if model is self.model and torch.is_grad_enabled() and not self._idle and self._first is not None:
+            self._first.watch(outputs)
+
+    def run(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """A tapped layer's forward pass."""
+        layer = self._layers[id(module)]
+        if type(module) in COMPOSITES:
+            return COMPOSITES[type(module)](self, module, *args, **kwargs)
+        if layer.rule is None:
+            return self._run_without_rule(module, layer, args, kwargs)
+        (x,) = args or tuple(kwargs.values())
+        if layer.rule is linear:
+            weight, bias = module.weight, module.bias
+            anchor = weight if weight.requires_grad else bias
+            return tapped_linear(x, weight, bias, anchor, self._arrival(module, linear))
+        if layer.rule is embedding:
+            x = self._own_rows(layer, x)
+        elif layer.rule in LOWERED and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        with swapped(module):
+            y = layer.forward(x)
+        (y,) = self.tapped(module, layer.rule, (y,), (x,))
+        return y
+
+    def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
+        """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
+        anchor = next(p for p in module.parameters(recurse=False) if p.requires_grad)
+        return tap(outputs, inputs, anchor, self._arrival(module, rule))
+
+    def _run_without_rule(self, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> Any:
+        """Parameters whose first dimension is 1 row by row where the layer can take them so, others by torch.func."""
+        if layer.row_by_row is None:
+            layer.row_by_row = self._takes_rows(module, layer, args, kwargs)
+        if layer.row_by_row:  # None, in a batch of one row, is as good as False
+            with swapped(module, **self._row_by_row(module, layer)):
+                return layer.forward(*args, **kwargs)
+        values, structure = pytree.tree_flatten((args, kwargs))
+        with swapped(module):
+            outputs, shape = pytree.tree_flatten(layer.forward(*args, **kwargs))
+        made = [place for place, value in enumerate(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
+        given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+        tensors = [values[place] for place in given]
+        for place in given:
+            values[place] = None  # kept by the tap, where gradient checkpoints can drop it
+
+        def call(params: dict[str, Tensor], *batch: Any) -> tuple[Tensor, ...]:
+            again = list(values)
+            for place, value in zip(given, batch, strict=True):
+                again[place] = value
+            again_args, again_kwargs = pytree.tree_unflatten(again, structure)
+            others = {name: p.detach() for name, p in module.named_parameters() if name not in params}
+            found = pytree.tree_leaves(functional_call(module, {**others, **params}, again_args, again_kwargs))
+            return tuple(found[place] for place in made)
+
+        def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
+            with in_a_sentence(f"making per-example gradients of {self.called(module)} by torch.func", _NOT_MAPPED):
+                return self.unwatched(lambda: list(by_torch_func(module, call, inputs, gradients, rows)))
+
+        found = self.tapped(module, rule, [outputs[place] for place in made], tensors)
+        for place, value in zip(made, found, strict=True):
+            outputs[place] = value
+        return pytree.tree_unflatten(outputs, shape)
+
+    def _row_by_row(self, module: nn.Module, layer: Layer) -> dict[str, Tensor]:
+        assert self._rows is not None
+        own = module._parameters
+        return {name: per_row(own[name], self._rows, self._arrival(module, _row_rule(name))) for name in layer.trained}
+
+    def _takes_rows(self, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:
+        """Whether every (1, ...) parameter may be given once per row: None where a single row cannot tell.
+
+        The output must be the same, and a change to one row's copy must change that row of the output alone.
+        """
+        own = {name: module._parameters[name] for name in layer.trained}
+        if any(p is None or p.dim() < 2 or len(p) != 1 for p in own.values()):
+            return False
+        if self._rows is None or self._rows < 2:
+            return None
+        whole = {name: p.detach().expand(self._rows, *p.shape[1:]) for name, p in own.items() if p is not None}
+        changed = {name: p.clone() for name, p in whole.items()}
+        for p in changed.values():
+            p[0] += 1.0
+        with torch.no_grad():
+            try:
+                plain, same, other = (
+                    self.unwatched(partial(_outputs, module, layer, args, kwargs, given))
+                    for given in ({}, whole, changed)
+                )
+            except (RuntimeError, ValueError, IndexError):
+                return False
+        rows = self._rows
+        return all(
+            a.shape == b.shape == c.shape and len(a) == rows and _close(a, b) and _close(a[1:], c[1:])
+            for a, b, c in zip(plain, same, other, strict=True)
+        )
+
+    def unwatched(self, run: Callable[[], Any]) -> Any:
+        """Run the model, or a part of it, as if it had no taps."""
+        before, self._idle = self._idle, True
+        try:
+            return run()
+        finally:
+            self._idle = before
+
+    def _own_rows(self, layer: Layer, tokens: Tensor) -> Tensor:
+        """Position numbers that all examples share, such as torch.arange(length), once for every example."""
+        rows = self._rows
+        if rows is None or (tokens.dim() > 1 and len(tokens) == rows):
+            return tokens
+        if tokens.dim() > 1 and len(tokens) == 1:
+            return tokens.expand(rows, *tokens.shape[1:])
+        if tokens.dim() == 1 and (layer.shared or len(tokens) != rows):
+            layer.shared = True
+            return tokens.expand(rows, len(tokens))
+        made_inside = tokens.dim() == 1 and tokens.untyped_storage().data_ptr() not in self._given
+        if made_inside and rows > 1 and bool((tokens == torch.arange(rows, device=tokens.device)).all()):
+            raise QuellError(
+                f"{layer.name} (Embedding) is given the numbers 0 to {rows - 1} in a batch of {rows} rows: they may be "
+                "positions that all examples share, or one token of each; give positions a first dimension of 1 "
+                "(positions[None])"
+            )
+        return tokens
+
+    @property
+    def rows_seen(self) -> int | None:
+        return self._rows
+
+    def called(self, module: nn.Module) -> str:
+        return f"{self._layers[id(module)].name} ({type(module).__name__})"
+
+    # Backward
+
+    def _arrival(self, module: nn.Module, rule: Rule) -> Arrived:
+        within, used, expected = torch._C._current_graph_task_id(), [False], self._rows
+        made_at = self._collected
+        if within >= 0:  # a reentrant checkpoint runs its layers again, and has a backward pass of its own
+            self._pass(within)
+
+        def arrived(inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+            if used[0]:
+                raise QuellError(
+                    f"a second backward pass came through one forward pass of {self.called(module)}: add the losses up "
+                    "and call backward() once"
+                )
+            if made_at != self._collected:
+                raise QuellError(
+                    f"a gradient came to {self.called(module)} from a forward pass before the last optimizer.step(): "
+                    "call backward() and step() before the next batch"
+                )
+            used[0] = True
+            backward = torch._C._current_graph_task_id()
+            if within >= 0:
+                self._outer[backward] = self._outer.get(within, within)
+            found = self._pass(self._outer.get(backward, backward))
+            self._require_rows(module, gradients, expected)
+            trained = self._layers[id(module)].trained
+            if not gradients[0].shape[0]:  # an empty batch, of which rules cannot tell the shapes
+                for name in trained.values():
+                    found[name].append(Rows(gradients[0].new_zeros(0, self.params[name].numel())))
+                return
+            kind = gradients[0].device.type
+            lowered = torch.is_autocast_enabled(kind)  # where backward() is called inside of autocast
+            with torch.autocast(kind, enabled=False) if lowered else nullcontext():
+                for name, piece in rule(module, inputs, gradients, self.rows_per_unit):
+                    if name in trained:
+                        found[trained[name]].append(piece)
+
+        return arrived
+
+    def _require_rows(self, module: nn.Module, gradients: tuple[Tensor, ...], expected: int | None) -> None:
+        sizes = {gradient.shape[0] if gradient.dim() else 0 for gradient in gradients}
+        if len(sizes) > 1 or (expected is not None and sizes != {expected}) or next(iter(sizes)) % self.rows_per_unit:
+            raise QuellError(
+                f"{self.called(module)} made {', '.join(map(str, sorted(sizes)))} rows from {expected} examples: every "
+                "layer with trained parameters needs one row per example, along the first dimension; or use "
+                "clipping='microbatch'"
+            )
+
+    def _pass(self, backward: int) -> Found:
+        """Where the pieces of the running backward pass go, which is done when autograd says so."""
+        if backward not in self._under_way:
+            self._under_way[backward] = defaultdict(list)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, backward))
+        return self._under_way[backward]
+
+    def _finish(self, backward: int) -> None:
+        if found := self._under_way.pop(backward, None):
+            self._finished.append(found)
+
+    def take_finished(self) -> list[Found]:
+        """What finished backward passes have left; what one that failed has left is dropped."""
+        finished, self._finished, self._under_way, self._outer = self._finished, [], {}, {}
+        return finished
+
+    # Clipping
+
+    def collect(self) -> tuple[int, list[Tensor]]:
+        found = super().collect()
+        self._collected += 1
+        return found
+
+    def flush(self) -> None:
+        finished = self.take_finished()
+        for name, parameter in self.params.items():
+            if parameter.grad is not None:
+                raise QuellError(
+                    f"the loss reaches {name} outside its layer, where it cannot be clipped: call the layer instead of "
+                    "using its parameter, and leave parameters out of the loss (weight decay belongs to the optimizer)"
+                )
+        with torch.no_grad(), full_precision():
+            for found in finished:
+                self._clip(found)
+        if self._seen and self._missing:
+            raise QuellError(
+                f"no gradient came for {', '.join(sorted(self._missing))} in the first step, so it would get noise and "
+                "never train: freeze it (requires_grad_(False)), or let the loss use it"
+            )
+
+    def _clip(self, found: Found) -> None:
+        self._missing -= set(found)
+        pieces = gathered(found)
+        units = {piece.units for parts in pieces.values() for piece in parts}
+        if len(units) > 1:
+            raise QuellError(
+                f"the layers saw different numbers of examples ({sorted(units)}): every input of a layer must have one "
+                "row per example"
+            )
+        count = units.pop()
+        if self._first is not None and count > 1:
+            first, self._first = self._first, None
+            first.compare()
+        scale = count if self.mean_loss else 1 / self.rows_per_unit
+        norms = whole_norms(pieces.values()) * scale
+        factors = clip_factors(norms * (1 + 1e-5), self.max_grad_norm) * scale
+        examples = self.present(count)
+        if examples < count:
+            factors = factors * (torch.arange(count, device=factors.device) < examples)
+        if not self._look(torch.isfinite(norms).all()):
+            spoiled = ~torch.isfinite(norms)
+            pieces = {names: [piece.without(spoiled) for piece in parts] for names, parts in pieces.items()}
+        sums = self._sums_of(pieces, factors)
+        if self.sharded:
+            self._require_bounded(*self._norm_over_ranks(sums, examples))
+        else:
+            self._last_sum = norm_of(sums.values()), examples
+            if not factors.is_cuda:
+                self.require_bounded()
+        self._add(examples, sums)
+
+    def _look(self, all_finite: Tensor) -> bool:
+        """The one look at the device in a step: are all norms finite, and was the sum before this one bounded?
+
+        Were the sum at hand looked at, the device would stand idle until the host has sent the rest of the step.
+        """
+        norm, examples = self._last_sum or (torch.zeros_like(all_finite), 0)
+        finite, norm_before = torch.stack([all_finite.double(), norm.double()]).tolist()
+        self._last_sum = None
+        self._require_bounded(norm_before, examples)
+        return bool(finite)
+
+    def require_bounded(self) -> None:
+        if self._last_sum is not None:
+            self._look(torch.ones((), device=self._last_sum[0].device))
+
+    def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor) -> dict[str, Tensor]:
+        made = iter(sums_of([piece for parts in pieces.values() for piece in parts], factors))
+        sums = {}
+        for names, parts in pieces.items():
+            first, *others = islice(made, len(parts))
+            for other in others:
+                first = first.reshape(-1) + other.reshape(-1)
+            sizes = [self.params[name].numel() for name in names]
+            for name, total in zip(names, first.view(-1).split(sizes), strict=True):
+                parameter = self.params[name]
+                sums[name] = own_share(total.view(parameter.shape).float(), parameter)
+        return sums
+
+    def _norm_over_ranks(self, sums: Mapping[str, Tensor], examples: int) -> tuple[float, int]:
+        """The norm of sharded sums, and of how many examples on all ranks they are."""
+        both = torch.tensor([0.0, examples], dtype=torch.float64, device=next(iter(sums.values())).device)
+        for name, total in sums.items():
+            both[0] += norm_of([total]).to(both).square() / copies(self.params[name], world()[1])
+        sum_over_ranks([both])
+        square, number = both.tolist()
+        return math.sqrt(square), int(number)
+
+
+def gathered(found: Found) -> dict[Names, list[Piece]]:
+    """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
+    pieces: dict[Names, list[Piece]] = {}
+    small: dict[str, Tensor] = {}
+    for name, parts in found.items():
+        one = merged(parts)
+        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values[:1].numel() <= _SMALL:
+            small[name] = one[0].flat
+        else:
+            pieces[name,] = one
+    if len({len(rows) for rows in small.values()}) > 1:
+        return {**pieces, **{(name,): [Rows(rows)] for name, rows in small.items()}}
+    if small:
+        pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
+    return pieces
+
+
+def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
+    """(units,) a bound of every unit's norm over all parameters; several pieces of one parameter add theirs."""
+    groups = list(pieces)
+    made = iter(norms_of([piece for parts in groups for piece in parts]))
+    norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+class _Forward:
+    """What stands in for a tapped layer's forward method. A copy of the layer has none of its taps."""
+
+    def __init__(self, engine: LayerEngine | None, module: nn.Module) -> None:
+        self.engine, self.module = engine, module
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        if engine is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        if engine._idle or not torch.is_grad_enabled():
+            return engine._layers[id(self.module)].forward(*args, **kwargs)
+        return engine.run(self.module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(None, copy.deepcopy(self.module, memo))
+
+    __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
+
+    def __repr__(self) -> str:
+        return "<tapped forward>"
+
+
+def _outputs(module: nn.Module, layer: Layer, args: Any, kwargs: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    """A layer's outputs with other parameters, always with the same random numbers."""
+    devices = list({p.device for p in module.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices), swapped(module, **given):
+        torch.manual_seed(0)
+        return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor) and v.dim()]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-5))
+
+
+def _row_rule(name: str) -> Rule:
+    def rule(layer: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
+        yield name, Rows(by_unit(gradients[0], rows).sum(1).unsqueeze(1))
+
+    return rule

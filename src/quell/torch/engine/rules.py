@@ -1,0 +1,217 @@
+"""From what a layer saw and the gradient of its output to the pieces of its parameters, one rule per kind of layer.
+
+A rule gets the layer, the saved inputs and the gradient, each with one row per example, and gives (parameter's name,
+piece) for the parameters that are trained. Layers without a rule take `by_torch_func`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp, vmap
+from torch.nn import functional
+
+from quell.errors import QuellError
+from quell.torch.engine import kernels
+from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Tokens, kept, wide
+
+Pieces = Iterable[tuple[str, Piece]]
+Rule = Callable[[Any, tuple[Tensor, ...], tuple[Tensor, ...], int], Pieces]  # layer, inputs, gradients, rows of a unit
+
+
+def linear(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+    g = positions(gradients[0], rows)
+    a = positions(inputs[0], rows).to(g.dtype)
+    if layer.weight.requires_grad:
+        yield "weight", kept(Outer(g, a), layer.weight.shape)
+    yield from _bias(layer, g)
+
+
+def transposed_linear(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+    """Hugging Face's Conv1D, whose weight is (inputs, outputs)."""
+    g = positions(gradients[0], rows)
+    a = positions(inputs[0], rows).to(g.dtype)
+    if layer.weight.requires_grad:
+        yield "weight", kept(Outer(a, g), layer.weight.shape)
+    yield from _bias(layer, g)
+
+
+def embedding(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+    tokens = inputs[0].reshape(len(inputs[0]), -1)
+    tokens = tokens.reshape(-1, rows * tokens.shape[1])
+    padding = -1 if layer.padding_idx is None else int(layer.padding_idx)
+    yield "weight", Tokens(gradients[0].reshape(*tokens.shape, -1), tokens, layer.num_embeddings, padding)
+
+
+def convolution(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+    g = by_unit(gradients[0], rows)
+    if layer.weight.requires_grad:
+        x = by_unit(inputs[0].to(g.dtype), rows)
+        width = layer.in_channels * math.prod(layer.kernel_size)
+        yield "weight", kept(Patches(g, x, partial(_unfold, layer), width, layer.groups), layer.weight.shape)
+    if layer.bias is not None and layer.bias.requires_grad:
+        yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=torch.float64 if g.dtype == torch.float64 else torch.float32))
+
+
+def normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+    """LayerNorm and RMSNorm: what the scale multiplies is computed again from the input."""
+    shape = layer.weight.shape
+    x = inputs[0].reshape(len(inputs[0]) // rows, -1, shape.numel())
+    g = gradients[0].reshape(x.shape)
+    scales, shifts = kernels.scale_gradients(x, g, _epsilon(layer, x), isinstance(layer, nn.LayerNorm))
+    if layer.weight.requires_grad:
+        yield "weight", Rows(scales.view(-1, *shape))
+    if getattr(layer, "bias", None) is not None and layer.bias.requires_grad:
+        yield "bias", Rows(shifts.view(-1, *shape))
+
+
+def channel_normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+    """GroupNorm and InstanceNorm, whose scales belong to channels."""
+    x, g = wide(inputs[0]), gradients[0]
+    g = g.reshape(len(g) // rows, rows, g.shape[1], -1)
+    if isinstance(layer, nn.GroupNorm):
+        x = functional.group_norm(x, layer.num_groups, eps=layer.eps)
+    else:
+        x = functional.instance_norm(x, eps=layer.eps)
+    if layer.weight.requires_grad:
+        yield "weight", Rows((x.reshape(g.shape) * g).sum((1, 3)))
+    if layer.bias is not None and layer.bias.requires_grad:
+        yield "bias", Rows(g.sum((1, 3), dtype=x.dtype))
+
+
+def by_torch_func(layer: nn.Module, call: Callable[..., Any], inputs: Any, gradients: Any, rows: int) -> Pieces:
+    """Any layer: its per-row gradients by running it again under vmap, for its own parameters alone.
+
+    `call(*inputs)` runs the layer; inputs with one row per example are split into rows.
+    """
+    own = {name: p.detach() for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
+    examples = len(gradients[0])
+    if not examples:
+        yield from ((name, Rows(p.new_zeros(0, *p.shape))) for name, p in own.items())
+        return
+    mapped = tuple(0 if _has_rows(value, examples) else None for value in inputs)
+    if 0 not in mapped:
+        raise QuellError("no input of it has a row per example")
+
+    def one(params: dict[str, Tensor], gradient: tuple[Tensor, ...], *row: Any) -> dict[str, Tensor]:
+        batch = [v.unsqueeze(0) if axis == 0 else v for v, axis in zip(row, mapped, strict=True)]
+        made, pull = vjp(lambda p: tuple(o[0] for o in call(p, *batch)), params)
+        back: dict[str, Tensor] = pull(tuple(g.to(o.dtype) for g, o in zip(gradient, made, strict=True)))[0]
+        return back
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # for layers that vmap runs row by row
+        found = vmap(one, in_dims=(None, 0, *mapped), randomness="error")(own, tuple(gradients), *inputs)
+    for name, value in found.items():
+        yield name, Rows(by_unit(wide(value), rows).sum(1))
+
+
+def by_unit(values: Tensor, rows: int) -> Tensor:
+    """(units, rows of a unit, ...)."""
+    return values.reshape(values.shape[0] // rows, rows, *values.shape[1:])
+
+
+def positions(values: Tensor, rows: int) -> Tensor:
+    """(units, positions, features): all rows and positions of a unit in a line."""
+    units, width = values.shape[0] // rows, values.shape[-1]
+    return values.reshape(units, values.numel() // (units * width) if units else rows, width)
+
+
+def _bias(layer: Any, g: Tensor) -> Pieces:
+    if getattr(layer, "bias", None) is not None and layer.bias.requires_grad:
+        yield "bias", summed(g)
+
+
+def summed(g: Tensor) -> Rows:
+    """The gradient of a bias: the sum over positions."""
+    return Rows(
+        g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32)
+    )
+
+
+def _unfold(layer: Any, x: Tensor) -> Tensor:
+    """(rows, places of the output, channels in × kernel), group by group, as the layer pads, strides and dilates."""
+    padding = list(layer._reversed_padding_repeated_twice)
+    if any(padding):
+        x = functional.pad(x, padding, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
+    sizes, kernel = x.shape[2:], layer.kernel_size
+    spans = [d * (k - 1) + 1 for k, d in zip(kernel, layer.dilation, strict=True)]
+    places = [(n - s) // step + 1 for n, s, step in zip(sizes, spans, layer.stride, strict=True)]
+    strides = x.stride()
+    moves = [s * step for s, step in zip(strides[2:], layer.stride, strict=True)]
+    within = [s * d for s, d in zip(strides[2:], layer.dilation, strict=True)]
+    view = x.as_strided((len(x), *places, x.shape[1], *kernel), (strides[0], *moves, strides[1], *within))
+    return view.reshape(len(x), math.prod(places), -1)
+
+
+def _epsilon(layer: Any, x: Tensor) -> float:
+    for name in ("eps", "variance_epsilon"):
+        if getattr(layer, name, None) is not None:
+            return float(getattr(layer, name))
+    return float(torch.finfo(x.dtype).eps)
+
+
+def _has_rows(value: Any, examples: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == examples
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: linear,
+    nn.Embedding: embedding,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.Conv3d: convolution,
+    nn.LayerNorm: normalisation,
+    nn.RMSNorm: normalisation,
+    nn.GroupNorm: channel_normalisation,
+    nn.InstanceNorm1d: channel_normalisation,
+    nn.InstanceNorm2d: channel_normalisation,
+    nn.InstanceNorm3d: channel_normalisation,
+}
+
+
+LOWERED = (linear, transposed_linear, convolution)  # whose inputs autocast turns into bfloat16
+
+
+def rule_for(layer: nn.Module) -> Rule | None:
+    """The rule of a layer's very type: a subclass may compute something else."""
+    kind = type(layer)
+    if kind in RULES:
+        return RULES[kind]
+    if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
+        return transposed_linear
+    return normalisation if _is_rms_norm(layer) else None
+
+
+def _is_rms_norm(layer: nn.Module) -> bool:
+    """Whether a layer with one vector of scales is x/√(mean x² + ε) times that vector, or times one more than it.
+
+    Llama, Mistral, Qwen, T5 and Gemma each have a class of their own for it; what it computes is compared instead.
+    """
+    own = dict(layer.named_parameters(recurse=False))
+    if set(own) != {"weight"} or own["weight"].dim() != 1 or list(layer.children()) or not _named_epsilon(layer):
+        return False
+    weight = own["weight"].detach()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        x = torch.randn(3, len(weight)).to(weight.device, weight.dtype) * 3
+        try:
+            found = layer(x)
+        except Exception:  # a layer that wants something else is not one
+            return False
+        plain = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + _epsilon(layer, x))
+        close = partial(torch.allclose, rtol=2e-2, atol=1e-3) if weight.dtype != torch.float32 else torch.allclose
+        return found.shape == x.shape and any(
+            bool(close(found.float(), plain * (weight.float() + shift))) for shift in (0.0, 1.0)
+        )
+
+
+def _named_epsilon(layer: nn.Module) -> bool:
+    return any(isinstance(getattr(layer, name, None), float) for name in ("eps", "variance_epsilon"))

@@ -1,0 +1,344 @@
+"""The first batches are probed: does anything in the model, or in the loss, couple the examples of a batch?
+
+Clipping bounds what one example adds to the sum, and says nothing about what it does to the gradients of the others. So
+nobody's gradient may depend on another example. Here the loop's own work on a batch (`tape.py`) is done again: with one
+group of the examples replaced by one of them, then with all others replaced. Every number that belongs to one example
+stays the same in one of the two. A number that changes in both belongs to several: in the model's outputs it says that
+the model mixes examples, in the gradient of the loss with respect to the outputs that the loss does. A model that
+returns its own loss has no output of one example; but a loss L that adds up over examples has L(neither) + L(both) =
+L(first) + L(second), and one that divides by the tokens of the batch has not.
+
+Shapes, batch size and random numbers are the same throughout, so dropout and kernels are too. Weights, buffers and
+random states are left as they were. Three groups are tried. Where the ranks of a sharded model compute together, the
+model is not run again, and only the loss is probed. It costs eleven passes without gradient, for each of
+the first three batches.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError
+from quell.torch.checks import refuse_unprotected
+from quell.torch.distributed import gather
+from quell.torch.random_states import own_states, set_own_states
+from quell.torch.sharding import is_sharded
+from quell.torch.tape import Tape
+
+BATCHES = 3  # so many are probed
+
+_PER_EXAMPLE = (
+    "compute one loss per example, from the model's outputs, and add these up (with loss_reduction='sum') or divide by "
+    "the number of examples"
+)
+
+
+_LOSS_COUPLES = (
+    "the loss couples the examples of a batch: the gradient of one example's output changes with the other examples (a "
+    "mean over all tokens, class weights or ignore_index in a mean, statistics of the batch, pairs of examples), so "
+    f"clipping would bound nobody's influence: {_PER_EXAMPLE}"
+)
+_OWN_LOSS = (
+    "the model returns its own loss, and that couples the examples of a batch: it does not add up over them (a mean "
+    "over the tokens of the whole batch does not), so clipping would bound nobody's influence: leave the labels out of "
+    f"the model's arguments, {_PER_EXAMPLE}"
+)
+
+
+class UncheckedLossWarning(UserWarning):
+    """The probe could not follow the loss: that it does not couple examples is the user's word."""
+
+
+class Probe:
+    """Watches the first batches of a run. Engines need not know of it, but that passes under no_grad are not theirs.
+
+    `watch` is given each batch that the loop gets, `settle` is called before each step.
+    """
+
+    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+        self.model, self.params = model, dict(params)
+        self._sharded = any(is_sharded(parameter) for parameter in params.values())  # ranks compute together
+        self._left, self._checked, self._why = BATCHES, False, ""
+        self._tape: Tape | None = None
+        self._began: Any = None
+        model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._after, with_kwargs=True)
+
+    def __deepcopy__(self, memo: Any) -> Probe:
+        """A copy of the model has the hooks, which ignore every model but their own."""
+        return self
+
+    def watch(self, batch: Any, examples: int) -> None:
+        """The loop is about to get this batch."""
+        self._stop()
+        if self._left and (examples > 1 or self._sharded):
+            self._tape = Tape(examples, self._check)
+            self._tape.start(batch)
+
+    def settle(self) -> None:
+        """Before a step: nothing can be trained but what is private. Say so, once, if no loss could be followed."""
+        refuse_unprotected(self.model, self.params.values())
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._tape is not None:
+            self._tape.close()
+            self._tape = None
+            self._give_up(
+                "backward() was not called on a tensor that is computed from the batch and the model's output"
+            )
+        if not self._left and not self._checked:
+            self._checked = True
+            warnings.warn(
+                f"the loss could not be probed for coupled examples ({self._why}): make sure that the loss of an "
+                "example depends on no other example, or the promise does not hold",
+                UncheckedLossWarning,
+                stacklevel=4,
+            )
+
+    def _give_up(self, why: str) -> None:
+        self._left -= 1
+        self._why = why
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._tape is not None and module is self.model:
+            self._tape.pause()
+            self._began = own_states()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        tape = self._tape
+        if tape is None or module is not self.model:
+            return
+        tape.go_on()
+        if module.training and torch.is_grad_enabled():
+            known = tape.known()
+            for value in pytree.tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and id(value) not in known:
+                    tape.add_rows(value)
+            tape.note_model(module, args, kwargs, outputs, self._began)
+
+    def _check(self, tape: Tape) -> None:
+        """The loop has called backward, and its own pass has not begun yet."""
+        self._tape = None
+        if not any(entry.model for entry in tape.entries):
+            self._give_up("the loop did not call the model that was made private, but parts of it")
+            return
+        self._refuse_parameters(tape)
+        states = own_states()
+        try:
+            problem = self._problem(tape)
+        finally:
+            set_own_states(states)
+        if self._sharded:
+            problem = next(filter(None, gather(problem)), None)
+        if problem:
+            raise QuellError(problem)
+
+    def _problem(self, tape: Tape) -> str | None:
+        try:
+            problem = _Batch(tape, self.model, BATCHES - self._left, rerun=not self._sharded).problem()
+        except Exception as error:  # the loop's own code, done again: anything can happen
+            self._give_up(f"doing it again failed with {type(error).__name__}: {error}")
+            return None
+        self._left, self._checked = self._left - 1, True
+        return problem
+
+    def _refuse_parameters(self, tape: Tape) -> None:
+        """A parameter that gets into the loss around the model has a gradient of no example, and of no layer."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for leaf in _leaves(tape.reached()):
+            if id(leaf) in names:
+                raise QuellError(
+                    f"the loss reaches {names[id(leaf)]} around the model's output, where it cannot be clipped: leave "
+                    "parameters out of the loss (an L2 penalty is the optimizer's weight_decay), or use them in the "
+                    "model's forward"
+                )
+            raise QuellError(
+                f"the loss uses a trainable tensor of shape {tuple(leaf.shape)} that is not the model's, and would be "
+                "trained without clipping and noise: make it a parameter of the model, and let the optimizer hold it, "
+                "or detach it"
+            )
+
+
+@dataclass(eq=False)
+class _Way:
+    """What came of one way to fill the batch."""
+
+    loss: float
+    outputs: list[Tensor]
+    gradients: list[Tensor]  # of the loss, with respect to the outputs
+    used: list[bool]  # whether the loss uses them
+    buffers: dict[str, Tensor]  # that the pass has written
+
+
+class _Batch:
+    """A batch as it is, and with one group of its examples replaced by one of them, or the other group, or both."""
+
+    def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool) -> None:
+        self.tape, self.model, self.rerun = tape, model, rerun
+        half_precision = any(entry.autocast[2] for entry in tape.entries)
+        self.tolerance = 1e-2 if half_precision else 1e-4
+        self.plain = list(range(tape.examples))
+        self._random = random.Random(seed)
+
+    def problem(self) -> str | None:
+        """What is coupled, in a sentence; None where nothing is."""
+        self._require_same_loss()
+        base, rows = self._run(self.plain), self.plain
+        coins = [self._random.randrange(2) for _ in rows]
+        failed = []
+        for group in ([i % 2 for i in rows], [2 * i // len(rows) for i in rows], coins):
+            try:
+                if found := self._problem(base, group):
+                    return found
+            except Exception as error:  # such as a division by zero, where nobody is left to count
+                failed.append(error)
+        if len(failed) == 3:
+            raise failed[0]
+        return None
+
+    def _problem(self, base: _Way, group: list[int]) -> str | None:
+        source, other = (self._random.choice(self.plain or [0]) for _ in range(2))
+        ways = [
+            [source if which else row for row, which in enumerate(group)],
+            [row if which else other for row, which in enumerate(group)],
+            [source if which else other for which in group],
+        ]
+        losses, changes = [base.loss], []
+        for sources in ways:
+            way = self._run(sources)
+            losses.append(way.loss)
+            changes.append((self._changed(base.outputs, way.outputs), self._changed(base.gradients, way.gradients)))
+            if written := self._written(base, way):
+                return written
+        for what in (0, 1):
+            for a, b, used in zip(changes[0][what], changes[1][what], base.used, strict=True):
+                if used and a.dim() and bool((a & b).any()):
+                    return _LOSS_COUPLES if what else self._mixes(ways)
+        if any(used and not output.dim() for output, used in zip(base.outputs, base.used, strict=True)):
+            gap = losses[0] + losses[3] - losses[1] - losses[2]
+            if abs(gap) > self.tolerance * max(map(abs, losses)):
+                return _OWN_LOSS
+        return None
+
+    def _require_same_loss(self) -> None:
+        """From the outputs that the loop had, the loss that it had: else it was not understood."""
+        tape = self.tape
+        assert tape.loss is not None
+        loss = tape.loss.detach()
+        real = (loss if tape.weights is None else loss * tape.weights).sum()
+        if bool(differ(tape.replay(self.plain, rerun=False)[0].detach(), real, 1e-2)):
+            raise RuntimeError("the loss came out differently")
+
+    def _run(self, sources: Sequence[int]) -> _Way:
+        with restored_buffers(self.model) as written:
+            loss, outputs = self.tape.replay(sources, self.rerun)
+        found = torch.autograd.grad(loss, outputs, allow_unused=True) if loss.requires_grad else [None] * len(outputs)
+        gradients = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, found, strict=True)]
+        return _Way(float(loss.detach()), outputs, gradients, [g is not None for g in found], written)
+
+    def _changed(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
+        return [differ(a.detach(), b.detach(), self.tolerance) for a, b in zip(before, after, strict=True)]
+
+    def _written(self, base: _Way, way: _Way) -> str | None:
+        for name, value in base.buffers.items():
+            if name not in way.buffers or bool(differ(value, way.buffers[name], self.tolerance).any()):
+                return (
+                    f"the model writes what it sees into the buffer {name} in the forward pass, without noise: use a "
+                    "layer that keeps no statistics of the batches"
+                )
+        return None
+
+    def _mixes(self, ways: list[list[int]]) -> str:
+        return (
+            f"the model mixes the examples of a batch{self._place(ways)}: one example's output "
+            "changes with the others, so no example's gradient can be clipped; compute every row of the output from "
+            "its own example (LayerNorm or GroupNorm in place of statistics over the batch)"
+        )
+
+    def _place(self, ways: list[list[int]]) -> str:
+        """The first module, in the order in which they finish, that gives mixed rows, or is given them."""
+        names = {module: name for name, module in self.model.named_modules()}
+        runs = [self._calls(sources) for sources in (self.plain, *ways[:2])]
+        for (module, *base), (_, *one), (_, *other) in zip(*runs, strict=False):
+            for values, inside in zip(zip(base, one, other, strict=True), (False, True), strict=True):
+                for before, a, b in zip(*values, strict=False):
+                    if before.shape == a.shape == b.shape and before.dim():
+                        both = differ(before, a, self.tolerance) & differ(before, b, self.tolerance)
+                        if bool(both.any()):
+                            called = f"{names[module]} ({type(module).__name__})" if names[module] else "its forward"
+                            return f", in {called}" if inside else f", before {called}"
+        return ""
+
+    def _calls(self, sources: Sequence[int]) -> list[tuple[nn.Module, list[Tensor], list[Tensor]]]:
+        """Every module's inputs and outputs."""
+        calls: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
+        kept: Callable[..., Any] = lambda module, *both: calls.append((module, *map(_floats, both)))  # noqa: E731
+        hooks = [module.register_forward_hook(kept) for module in self.model.modules()]
+        try:
+            with restored_buffers(self.model):
+                self.tape.replay(sources)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return calls
+
+
+def differ(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
+    """Where two tensors are apart by more than their rounding, as a share of the largest number in them."""
+    a, b = a.double() if a.dtype == torch.float64 else a.float(), b.to(a.device)
+    scale = torch.cat([value.nan_to_num(0.0, 0.0, 0.0).abs().reshape(-1) for value in (a, b.to(a.dtype))])
+    limit = tolerance * scale.amax() if scale.numel() else 0.0
+    return ((a - b).abs() > limit) | (a.isnan() != b.isnan()) | (a.isinf() != b.isinf())
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Passes inside leave the buffers as they were; gives what they had written there, when it is over."""
+    places = [
+        (f"{path}.{name}".lstrip("."), module._buffers, name, buffer, buffer.clone(), buffer._version)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    written: dict[str, Tensor] = {}
+    try:
+        yield written
+    finally:
+        for full, holder, name, buffer, value, version in places:
+            now = holder[name]
+            if now is not buffer or buffer._version != version:
+                written[full] = now.detach().clone()
+                holder[name] = buffer
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [v.detach() for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _leaves(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The trainable tensors that autograd would come to from these."""
+    waiting: list[Any] = []
+    for tensor in tensors:
+        if tensor.grad_fn is None:
+            yield tensor
+        waiting.append(tensor.grad_fn)
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            waiting += [before for before, _ in node.next_functions]

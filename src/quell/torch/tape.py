@@ -1,0 +1,243 @@
+"""What the user's loop does with a batch, written down so that it can be done again with other examples in the batch.
+
+The loop is the user's: nobody hands over its loss as a function. So the tensors of a batch become `Watched`, a subclass
+that notes every operation on them and on what is made of them. The model is one operation among these. `Tape.replay`
+does all of it again, with some examples replaced, every shape unchanged and the same random numbers. When the loop
+calls `backward`, or the tape is closed for another reason, all watched tensors are plain ones again.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quell.torch.random_states import own_states, set_own_states
+
+Values = dict[int, Any]  # by the id of what stands on the tape
+
+
+class Watched(Tensor):
+    """A tensor of the batch, or made of one. It has no data of its own: a plain tensor's class is changed in place."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tape = Tape.running
+        if tape is not None and func is Tensor.backward:
+            tape.stop(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **kwargs)
+        return made if tape is None else tape.note(func, args, kwargs, made)
+
+
+class _Number:
+    """What `.item()` returned: a number that is looked up again when the loop's work is done again."""
+
+
+class _Float(_Number, float):
+    pass
+
+
+class _Integer(_Number, int):
+    pass
+
+
+def _numeric(value: Any) -> Any:
+    """The same number, watched."""
+    return _Float(value) if type(value) is float else _Integer(value) if type(value) is int else value
+
+
+def _operation(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[[Any, Any], Any]:
+    def of_numbers(self: Any, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        pair = (other, self) if reflected else (self, other)
+        made = _numeric(function(*(value.real for value in pair)))  # of the plain numbers
+        return made if Tape.running is None else Tape.running.note(function, pair, {}, made)
+
+    return of_numbers
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    for _kind in (_Float, _Integer):
+        setattr(_kind, f"__{_name}__", _operation(getattr(operator, _name), False))
+        setattr(_kind, f"__r{_name}__", _operation(getattr(operator, _name), True))
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One operation: what was called with what, what came out, and under which settings."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    made: list[Any]  # tensors and numbers, in the order of pytree
+    autocast: tuple[str, torch.dtype, bool]
+    model: bool = False
+    random: Any = None  # the random numbers that the model began with, and went on from
+
+
+@dataclass(eq=False)
+class Tape:
+    """The work on one batch of so many `examples`; `on_backward` is called with the tape when the loop calls it."""
+
+    examples: int
+    on_backward: Callable[[Tape], None]
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, and their values
+    entries: list[_Entry] = field(default_factory=list)
+    loss: Tensor | None = None
+    weights: Any = None  # backward's argument
+    _alive: list[weakref.ref[Tensor]] = field(default_factory=list)
+    _started: Any = None
+
+    running: ClassVar[Tape | None] = None  # the one that watches now
+
+    def start(self, batch: Any) -> None:
+        """Watch the tensors of a batch."""
+        self._started = own_states()
+        Tape.running = self
+        for tensor in _tensors_in(batch):
+            self.add_rows(tensor)
+            self._watch(tensor)
+
+    def add_rows(self, tensor: Tensor) -> None:
+        """A tensor that has one row per example, along its first dimension or its second."""
+        if self._dim(tensor) is not None:
+            self.rows.append((tensor, tensor.detach().clone()))
+
+    def _dim(self, tensor: Tensor) -> int | None:
+        return next((d for d in (0, 1) if tensor.dim() > d and tensor.shape[d] == self.examples), None)
+
+    def _filled(self, tensor: Tensor, sources: Sequence[int]) -> Tensor:
+        """The tensor with row `sources[i]` in the place of row i; as it is where it has no rows of examples."""
+        dim = self._dim(tensor)
+        if dim is None:
+            return tensor
+        return tensor.index_select(dim, torch.tensor(sources, dtype=torch.long, device=tensor.device))
+
+    def known(self) -> set[int]:
+        return {id(row) for row, _ in self.rows} | {id(made) for entry in self.entries for made in entry.made}
+
+    def note(self, function: Any, args: Any, kwargs: Any, made: Any) -> Any:
+        """Write an operation down; what it made is watched from now on."""
+        if function is Tensor.item:
+            made = _numeric(made)
+        found = [value for value in pytree.tree_leaves(made) if isinstance(value, (Tensor, _Number))]
+        if found or getattr(function, "__name__", "") == "__setitem__":
+            self._write(_Entry(function, args, kwargs, found, _autocast(found)))
+        return made
+
+    def note_model(self, model: Any, args: Any, kwargs: Any, made: Any, began: Any) -> None:
+        """Write a pass through the model down."""
+        found = [value for value in pytree.tree_leaves(made) if isinstance(value, Tensor)]
+        self._write(_Entry(model, args, kwargs, found, _autocast(found), True, (began, own_states())))
+
+    def _write(self, entry: _Entry) -> None:
+        self.entries.append(entry)
+        for value in entry.made:
+            if isinstance(value, Tensor):
+                self._watch(value)
+
+    def _watch(self, tensor: Tensor) -> None:
+        if type(tensor) in (Tensor, Watched):
+            tensor.__class__ = Watched
+            self._alive.append(weakref.ref(tensor))
+
+    def pause(self) -> None:
+        """The tape stands still, and all tensors are plain."""
+        Tape.running = None
+        self._all_become(Tensor)
+
+    def go_on(self) -> None:
+        Tape.running = self
+        self._all_become(Watched)
+
+    def close(self) -> None:
+        self.pause()
+        self._alive.clear()
+
+    def stop(self, loss: Tensor, gradient: Any = None, *_: Any, **options: Any) -> None:
+        """The loop calls backward: its work on this batch is known."""
+        self.loss, self.weights = loss, options.get("gradient", gradient)
+        self.close()
+        self.on_backward(self)
+
+    def _all_become(self, kind: type[Tensor]) -> None:
+        for reference in self._alive:
+            tensor = reference()
+            if tensor is not None and type(tensor) in (Tensor, Watched):
+                tensor.__class__ = kind
+
+    def replay(self, sources: Sequence[int], rerun: bool = True) -> tuple[Tensor, list[Tensor]]:
+        """Loss and model outputs where row i is example `sources[i]`.
+
+        Without `rerun` the model is believed not to mix, and its outputs are rows of those that the loop had.
+        """
+        values: Values = {}
+        for row, kept in self.rows:
+            values[id(row)] = self._filled(kept, sources)
+        made: list[Tensor] = []
+        set_own_states(self._started)
+        with torch.enable_grad():
+            for entry in self.entries:
+                device, dtype, enabled = entry.autocast
+                with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+                    found = self._again(entry, values, sources, rerun)
+                if entry.model:
+                    made += [value for value in found if value.requires_grad]
+                for before, now in zip(entry.made, found, strict=True):
+                    values[id(before)] = now
+            loss = values[id(self.loss)]
+            weights = values.get(id(self.weights), self.weights)
+            return (loss if weights is None else loss * weights).sum(), made
+
+    def _again(self, entry: _Entry, values: Values, sources: Sequence[int], rerun: bool) -> list[Any]:
+        args, kwargs = pytree.tree_map(lambda value: values.get(id(value), value), (entry.args, entry.kwargs))
+        if not entry.model:
+            made = pytree.tree_leaves(entry.function(*args, **kwargs))
+            number = entry.made and isinstance(entry.made[0], _Number)
+            return made if number else [value for value in made if isinstance(value, Tensor)]
+        began, went_on = entry.random
+        if rerun:
+            set_own_states(began)
+            with torch.no_grad():
+                found = [v for v in pytree.tree_leaves(entry.function(*args, **kwargs)) if isinstance(v, Tensor)]
+        else:
+            found = [self._filled(value, sources) for value in entry.made]
+        set_own_states(went_on)
+        return [
+            now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
+        ]
+
+    def reached(self) -> list[Tensor]:
+        """Tensors with a gradient that came into the loop's work from elsewhere, neither batch nor model output."""
+        own = self.known()
+        used = [(entry.args, entry.kwargs) for entry in self.entries if not entry.model]
+        return [v for v in pytree.tree_leaves(used) if isinstance(v, Tensor) and v.requires_grad and id(v) not in own]
+
+
+def _autocast(made: Sequence[Any]) -> tuple[str, torch.dtype, bool]:
+    device = next((value.device.type for value in made if isinstance(value, Tensor)), "cpu")
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if type(batch) is Tensor:
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors_in(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors_in(value)
+    elif is_dataclass(batch):
+        for each in fields(batch):
+            yield from _tensors_in(getattr(batch, each.name))

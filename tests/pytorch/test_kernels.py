@@ -1,0 +1,119 @@
+"""The Triton kernels, by the interpreter on a CPU or on a GPU, against float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
+
+from quell.torch.engine import kernels  # noqa: E402
+from quell.torch.engine.pieces import Outer, Rows, Tokens, norms_of, sums_of  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies bfloat16 wrongly
+SHAPES = [(3, 5, 7, 9), (2, 130, 24, 33), (1, 20, 150, 1100)]  # units, positions, outputs, inputs
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch):
+    monkeypatch.setattr(kernels, "interpreted", DEVICE.type == "cpu")
+
+
+def factors(units, positions, outputs, inputs, cancel=False):
+    make = torch.Generator().manual_seed(units + positions)
+    g, a = torch.randn(units, positions, outputs, generator=make), torch.randn(units, positions, inputs, generator=make)
+    if cancel:  # the second half of the positions undoes the first, almost
+        half = positions // 2
+        g[:, half : 2 * half], a[:, half : 2 * half] = -g[:, :half], a[:, :half] * (1 + 2.0**-7)
+    return g.to(HALF).to(DEVICE), a.to(HALF).to(DEVICE)
+
+
+def gradients(g, a):
+    return torch.einsum("uto,uti->uoi", g.double(), a.double())
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_are_never_below_and_hardly_above(shape, cancel):
+    g, a = factors(*shape, cancel)
+    real = gradients(g, a).flatten(1).norm(dim=1)
+    found = kernels.gram_norms([(g, a)])[0].double()
+    assert bool((found >= real * (1 - 1e-6)).all())
+    if not cancel:
+        assert bool((found <= real * 1.02).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_are_weighted_in_float32(shape):
+    g, a = factors(*shape)
+    weights = torch.linspace(0.0, 1.3, shape[0]).to(DEVICE)
+    total = kernels.weighted_sums([(g, a)], weights)[0]
+    right = torch.einsum("u,uoi->oi", weights.double(), gradients(g, a))
+    torch.testing.assert_close(total.double(), right, rtol=1e-5, atol=1e-4)
+
+
+def test_a_unit_of_weight_zero_adds_nothing_whatever_is_in_it():
+    g, a = factors(3, 5, 7, 9)
+    g[1] = float("nan")
+    weights = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
+    total = kernels.weighted_sums([(g, a)], weights)[0]
+    whole = torch.einsum("uto,uti->uoi", g.float(), a.float()).to(HALF).flatten(1)
+    rows = kernels.sums_of_rows([whole], weights)[0]
+    assert bool(torch.isfinite(total).all())
+    torch.testing.assert_close(rows.view(7, 9), total, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5, 6), (1, 40, 130)])
+def test_gradients_of_scales(shape, centred):
+    torch.manual_seed(0)
+    x, g = torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE).to(HALF)
+    wide = x.double()
+    wide = wide - wide.mean(-1, keepdim=True) if centred else wide
+    right = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-3) * g.double()).sum(1)
+    scale, shift = kernels.scale_gradients(x, g, 1e-3, centred)
+    torch.testing.assert_close(scale.double(), right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(shift.double(), g.double().sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_that_repeat():
+    g, _ = factors(3, 140, 12, 1)
+    tokens = torch.randint(0, 9, (3, 140), device=DEVICE)
+    sums = torch.zeros(3, 9, 12, dtype=torch.float64, device=DEVICE)
+    for unit in range(3):
+        sums[unit].index_add_(0, tokens[unit], g[unit].double())
+    found = Tokens(g, tokens, 9, -1).norms().double()
+    real = sums.flatten(1).norm(dim=1)
+    assert bool((found >= real * (1 - 1e-6)).all())
+    assert bool((found <= real * 1.02).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_measured_bounds_what_is_added(shape):
+    """Unit by unit, with weight 1."""
+    for cancel in (False, True):
+        g, a = factors(*shape, cancel)
+        whole = torch.bmm(g.transpose(1, 2), a)
+        for piece in (Outer(g, a), Rows(whole)):
+            norms = piece.norms().double()
+            for unit in range(shape[0]):
+                total = piece.sum((torch.arange(shape[0], device=DEVICE) == unit).float())
+                assert float(total.double().norm()) <= float(norms[unit]) * (1 + 1e-6)
+
+
+def test_layers_of_one_shape_share_a_launch():
+    torch.manual_seed(0)
+    pieces, weights = [], torch.tensor([0.5, 1.0, 0.0], device=DEVICE)
+    for _ in range(2):
+        pieces += [Outer(*factors(3, 5, 7, 9)), Outer(*factors(3, 6, 7, 9))]
+        pieces.append(Rows(torch.randn(3, 11).to(HALF).to(DEVICE)))
+    for found, piece in zip(norms_of(pieces), pieces, strict=True):
+        torch.testing.assert_close(found, piece.norms(), rtol=1e-3, atol=0)
+    for found, piece in zip(sums_of(pieces, weights), pieces, strict=True):
+        torch.testing.assert_close(found.view(-1), piece.sum(weights).view(-1), rtol=1e-3, atol=1e-5)

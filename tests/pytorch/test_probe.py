@@ -1,0 +1,543 @@
+"""Whatever couples the examples of a batch is refused before the first step; what does not is left alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from quell.errors import QuellError
+from quell.torch import make_private
+from quell.torch.engine.layers import LayerEngine
+from quell.torch.probe import Probe, UncheckedLossWarning
+from quell.torch.tape import Watched
+
+from .conftest import small_plan, unpriced_poisson_plan
+from .training import examples, network, seeded, train
+
+MODES = ["layers", "microbatch"]
+cross_entropy = functional.cross_entropy
+WEIGHTS = torch.tensor([1.0, 20.0, 0.1])
+
+
+def private(model=None, clipping="layers", data=None, plan=None, **options):
+    model = network() if model is None else model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    plan = small_plan("bisr", alone=True) if plan is None else plan
+    return make_private(model, optimizer, data or examples(), plan, clipping=clipping, **options)
+
+
+def three_steps(trio, loss=cross_entropy):
+    """A few batches by the user's loop; the probe must have understood at least one of them."""
+    model, optimizer, loader = trio
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+        assert type(x) is type(y) is torch.Tensor
+    assert optimizer.run.guard._checked
+    assert not optimizer.run.guard._why
+
+
+# Losses that couple
+
+
+def contrastive(out, y):
+    unit = functional.normalize(out, dim=1)
+    return cross_entropy(unit @ unit.t(), torch.arange(len(out)))
+
+
+def per_counted(out, y):
+    counted = y > 0
+    return (cross_entropy(out, y, reduction="none") * counted).sum() / counted.sum()
+
+
+def per_counted_by_a_number(out, y):
+    counted = (y > 0).sum().item()
+    return (cross_entropy(out, y, reduction="none") * (y > 0)).sum() * (1 / (counted + 1))
+
+
+def normalised(out, y):
+    return cross_entropy((out - out.mean(0)) / out.std(0), y)
+
+
+def normalised_by_detached_statistics(out, y):
+    return cross_entropy((out - out.mean(0).detach()) / out.std(0).detach(), y)
+
+
+def hardest_half(out, y):
+    return cross_entropy(out, y, reduction="none").topk(len(y) // 2).values.mean()
+
+
+def advantages(out, y):
+    """A loss that is always 0, as in policy gradients, with rewards normalised over the batch."""
+    reward = (y - y.float().mean()) / y.float().std()
+    chance = out.log_softmax(1)[torch.arange(len(y)), y]
+    return ((chance - chance.detach()).exp() * reward).mean()
+
+
+COUPLED = [
+    contrastive,
+    per_counted,
+    per_counted_by_a_number,
+    normalised,
+    normalised_by_detached_statistics,
+    hardest_half,
+    advantages,
+    lambda out, y: cross_entropy(out, y, weight=WEIGHTS),
+    lambda out, y: cross_entropy(out, y.masked_fill(y == 0, -100)),
+]
+
+
+@pytest.fixture
+def mixed_labels():
+    """All labels in the first batch of the key below, so that all of these losses couple there."""
+    x, _ = examples().tensors
+    return TensorDataset(x, torch.arange(40) % 3)
+
+
+@pytest.mark.parametrize("loss", COUPLED)
+@pytest.mark.parametrize("clipping", MODES)
+def test_losses_that_couple_examples(loss, clipping, mixed_labels):
+    model, optimizer, loader = private(clipping=clipping, data=mixed_labels, key=seeded(1))
+    x, y = next(iter(loader))
+    assert set(y.tolist()) == {0, 1, 2}
+    with pytest.raises(QuellError, match=r"the loss couples the examples of a batch.*loss_reduction='sum'") as said:
+        loss(model(x), y).backward()
+    assert "clipping=" not in str(said.value)
+    assert optimizer.run.step == 0
+
+
+def per_example(out, y):
+    return (cross_entropy(out, y, weight=WEIGHTS, reduction="none") * (y > 0)).sum() / len(y)
+
+
+def in_place(out, y):
+    target = functional.one_hot(y, 3).float()
+    target[target == 0] = 0.1
+    target /= target.sum(1, keepdim=True)
+    return -(target * out.log_softmax(1)).sum(1).mean()
+
+
+SEPARATE = [
+    cross_entropy,
+    per_example,
+    in_place,
+    lambda out, y: cross_entropy(out, y, label_smoothing=0.1),
+    lambda out, y: sum(cross_entropy(row[None], label[None]) for row, label in zip(out, y, strict=True)) / len(y),
+    lambda out, y: functional.mse_loss(functional.dropout(out, 0.5), functional.one_hot(y, 3).float()),
+    lambda out, y: cross_entropy(out.unsqueeze(2).expand(-1, -1, 4), y.unsqueeze(1).expand(-1, 4)),
+]
+
+
+@pytest.mark.parametrize("loss", SEPARATE)
+@pytest.mark.parametrize("clipping", MODES)
+def test_losses_of_single_examples(loss, clipping):
+    three_steps(private(clipping=clipping), loss)
+
+
+def test_a_weighted_sum_is_fine():
+    trio = private(loss_reduction="sum")
+    three_steps(trio, lambda out, y: cross_entropy(out, y, weight=WEIGHTS, reduction="sum"))
+
+
+# Models that mix
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.body, self.head, self.mix = nn.Linear(6, 8), nn.Linear(8, 3), mix
+
+    def forward(self, x):
+        return self.head(self.mix(torch.tanh(self.body(x))))
+
+
+class OwnBatchNorm(nn.Module):
+    def forward(self, h):
+        return (h - h.mean(0)) / (h.var(0) + 1e-5).sqrt()
+
+
+MIXERS = [
+    lambda h: h - h.mean(0),
+    lambda h: torch.softmax(h @ h.t(), dim=1) @ h,
+    lambda h: h / h.abs().max(),
+    lambda h: h[h.sum(1).argsort()],
+    lambda h: h + 0.05 * h.flip(0),
+]
+
+
+@pytest.mark.parametrize("mix", MIXERS)
+@pytest.mark.parametrize("clipping", ["layers"])
+def test_models_that_mix_rows(mix, clipping):
+    model, optimizer, loader = private(Mixing(mix), clipping)
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match=r"the model mixes the examples of a batch, before head \(Linear\)"):
+        cross_entropy(model(x), y).backward()
+    assert optimizer.run.step == 0
+
+
+def test_rows_that_change_places():
+    """Each output is one example's, and meets another one's label."""
+    model, _, loader = private(Mixing(lambda h: h.roll(1, 0)))
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
+        cross_entropy(model(x), y).backward()
+
+
+def test_the_layer_that_mixes_is_named():
+    model, _, loader = private(Mixing(OwnBatchNorm()))
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match=r"in mix \(OwnBatchNorm\): one example's output changes"):
+        cross_entropy(model(x), y).backward()
+
+
+class Remembering(nn.Module):
+    """Rows do not mix, but the buffer learns what was seen."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.layer, self.rate = nn.Linear(6, 3), rate
+        self.register_buffer("seen", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        with torch.no_grad():
+            self.seen.lerp_(x.mean(0), self.rate)
+        return self.layer(x)
+
+
+def test_buffers_that_keep_what_was_seen():
+    model, _, loader = private(nn.Sequential(Remembering(0.1)))
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match=r"writes what it sees into the buffer 0\.seen"):
+        cross_entropy(model(x), y).backward()
+    model, optimizer, loader = private(nn.Sequential(Remembering(0.0)))
+    three_steps((model, optimizer, loader))
+    assert model[0].calls == 3  # the probe's own passes do not count
+
+
+# A model that returns its own loss (P2)
+
+
+class OwnLoss(nn.Module):
+    """Tokens in, the mean loss over all labelled tokens of the batch out: as Hugging Face's models do."""
+
+    def __init__(self, per_token=True):
+        super().__init__()
+        self.layer, self.per_token = nn.Linear(6, 3), per_token
+
+    def forward(self, x, y):
+        each = cross_entropy(self.layer(x).movedim(-1, 1), y, reduction="none", ignore_index=-100)
+        counted = (y != -100).sum(1)
+        return {"loss": each.sum() / counted.sum() if self.per_token else (each.sum(1) / counted).mean()}
+
+
+def sentences(lengths):
+    maker = torch.Generator().manual_seed(3)
+    x, y = torch.randn(40, 5, 6, generator=maker), torch.randint(0, 3, (40, 5), generator=maker)
+    return TensorDataset(x, y.masked_fill(torch.arange(5) >= lengths[:, None], -100))
+
+
+def own_steps(trio):
+    model, optimizer, loader = trio
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        model(x, y)["loss"].backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+
+
+def test_one_example_moves_a_clipped_sum_by_many_clip_norms():
+    """The attack: what the promise allows is 2 when one example is replaced."""
+    torch.manual_seed(0)
+    model = OwnLoss()
+    x, y = torch.ones(16, 200, 6), torch.zeros(16, 200, dtype=torch.long)
+    y[:, 1:] = -100  # one token each,
+    long = y.clone()
+    long[15] = 0  # or 200 in one of them
+
+    def clipped(labels, bound):
+        twin = copy.deepcopy(model)
+        engine = LayerEngine(twin, dict(twin.named_parameters()), bound, "mean")
+        twin(x, labels)["loss"].backward()
+        return torch.cat([total.flatten() for total in engine.collect()[1]])
+
+    bound = float(clipped(y, 1e6).norm()) / 16
+    assert float((clipped(y, bound) - clipped(long, bound)).norm()) > 7 * bound
+    trio = private(model, data=sentences(1 + torch.arange(40) % 5))
+    with pytest.raises(
+        QuellError, match=r"returns its own loss.*does not add up.*leave the labels out.*='sum'"
+    ) as said:
+        own_steps(trio)
+    assert trio[1].run.step == 0
+    assert "clipping=" not in str(said.value)
+
+
+def test_a_model_that_returns_the_mean_of_its_examples_losses():
+    own_steps(private(OwnLoss(per_token=False), data=sentences(1 + torch.arange(40) % 5)))
+    own_steps(private(OwnLoss(), data=sentences(torch.full((40,), 5))))  # as many tokens everywhere
+
+
+# Parameters outside (P3, L4)
+
+
+def test_parameters_of_a_second_optimizer():
+    model = network()
+    body = torch.optim.SGD(model[:3].parameters(), lr=0.1)
+    with pytest.raises(QuellError, match=r"3\.weight and 1 more can be trained, but is not in the private optimizer"):
+        make_private(model, body, examples(), small_plan("bisr", alone=True))
+    model[3].requires_grad_(False)
+    three_steps(make_private(model, body, examples(), small_plan("bisr", alone=True)))
+
+
+@pytest.mark.parametrize("clipping", MODES)
+def test_a_parameter_that_becomes_trainable_later(clipping):
+    model = network()
+    model[3].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[:3].parameters(), lr=0.1)  # does not hold it at all
+    trio = make_private(model, optimizer, examples(), small_plan("bisr", alone=True), clipping=clipping)
+    model[3].bias.requires_grad_(True)
+    with pytest.raises(QuellError, match=r"3\.bias can be trained, but"):
+        three_steps(trio)
+    assert trio[1].run.step == 0
+
+
+def test_a_layer_that_joins_later():
+    model, optimizer, loader = private()
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(QuellError, match=r"4\.weight and 1 more can be trained"):
+        train(model, optimizer, loader, 1)
+
+
+def test_a_trainable_temperature_outside_the_model():
+    temperature = nn.Parameter(torch.ones(1))
+    model, _, loader = private()
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match=r"a trainable tensor of shape \(1,\) that is not the model's"):
+        cross_entropy(model(x) / temperature, y).backward()
+
+
+# No false alarms
+
+
+class Attention(nn.Module):
+    """Time or batch first, with dropout and a padding mask."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.batch_first = batch_first
+        self.heads, self.out = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=batch_first), nn.Linear(6, 3)
+
+    def forward(self, x, padding):
+        h = x if self.batch_first else x.transpose(0, 1)
+        h = self.heads(h, h, h, key_padding_mask=padding, need_weights=False)[0]
+        return self.out(h.mean(1 if self.batch_first else 0))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_with_padding(batch_first):
+    padding = torch.arange(8) >= (1 + torch.arange(40) % 8)[:, None]  # as many positions as examples
+    data = TensorDataset(torch.randn(40, 8, 6), padding, torch.randint(0, 3, (40,)))
+    model, optimizer, loader = private(Attention(batch_first), "microbatch", data)
+    for _, (x, padding, y) in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        cross_entropy(model(x, padding), y).backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.out = nn.LSTM(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return self.out(nn.utils.rnn.pad_packed_sequence(self.cells(packed)[0], total_length=8)[0])
+
+
+def watched(model, loss, *batch):
+    """The probe alone, without an engine: the loop's pass, with what the probe says."""
+    probe = Probe(model, dict(model.named_parameters()))
+    probe.watch(batch, len(batch[-1]))
+    loss(model, *batch).backward()
+    assert probe._checked
+    assert not probe._why
+    assert not any(isinstance(tensor, Watched) for tensor in batch)
+
+
+def test_packed_sequences_time_first():
+    torch.manual_seed(0)
+    lengths = torch.tensor([8, 1, 3, 5, 8, 2, 4, 7])
+
+    def loss(model, x, lengths, y):
+        out = model(x.transpose(0, 1), lengths)  # as many positions as examples
+        return cross_entropy(out[lengths - 1, torch.arange(8)], y)
+
+    watched(TimeFirst(), loss, torch.randn(8, 8, 6), lengths, torch.randint(0, 3, (8,)))
+
+
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
+def test_dropout_and_autocast(clipping):
+    torch.manual_seed(0)
+    model, optimizer, loader = private(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)), clipping)
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+    assert not optimizer.run.guard._why
+
+
+def test_random_numbers_are_left_as_they_were():
+    import numpy as np
+
+    def after(probed):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+        if probed:
+            Probe(model, dict(model.named_parameters())).watch((x, y), 8)
+        loss = cross_entropy(functional.dropout(model(x) * np.random.rand(), 0.1), y)
+        loss.backward()
+        return loss.item(), torch.rand(()).item(), np.random.rand(), [p.grad for p in model.parameters()]
+
+    assert str(after(True)) == str(after(False))
+
+
+@pytest.mark.parametrize("clipping", MODES)
+def test_empty_batches_and_batches_of_one(clipping):
+    model, optimizer, loader = private(clipping=clipping, data=examples(12), plan=unpriced_poisson_plan())
+    assert {0, 1} <= {len(batch) for batch in optimizer.run.batches}
+    train(model, optimizer, loader)
+
+
+def test_parts_of_batches_and_two_passes():
+    model, optimizer, loader = private()
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        for part in (slice(0, 3), slice(3, None)):
+            cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+    three_steps(private(physical_batch_size=3))
+
+
+@dataclasses.dataclass
+class Named:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Named, lambda x, y: {"x": x, "y": [y]}])
+def test_batches_of_other_kinds(kind):
+    def collate(rows):
+        x, y = zip(*rows, strict=True)
+        return kind(torch.stack(x), torch.stack(y))
+
+    def parts(batch):
+        return (batch.x, batch.y) if isinstance(batch, Named) else (batch["x"], batch["y"][0])
+
+    for loss, refused in ((cross_entropy, False), (contrastive, True)):
+        model, _, loader = private(data=DataLoader(examples(), collate_fn=collate))
+        x, y = parts(next(iter(loader)))
+        if refused:
+            with pytest.raises(QuellError, match="the loss couples"):
+                loss(model(x), y).backward()
+        else:
+            loss(model(x), y).backward()
+
+
+def test_a_loss_that_cannot_be_followed_is_a_warning():
+    model, optimizer, loader = private()
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        torch.autograd.backward(cross_entropy(model(x), y))
+        if number == 2:
+            with pytest.warns(UncheckedLossWarning, match="could not be probed"):
+                optimizer.step()
+            break
+        optimizer.step()
+    assert type(x) is torch.Tensor
+
+
+# Layers that an engine cannot take
+
+
+class Around(nn.Module):
+    def __init__(self, layer, call):
+        super().__init__()
+        self.layer, self.call, self.out = layer, call, nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(self.call(self.layer, x))
+
+
+def in_one_step(x):
+    return x.view(len(x), 1, 6)
+
+
+LAYERS = [
+    (lambda: nn.MultiheadAttention(6, 2, batch_first=True), lambda f, x: f(*[in_one_step(x)] * 3)[0][:, 0], True),
+    (lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), lambda f, x: f(in_one_step(x))[:, 0], True),
+    (lambda: nn.Bilinear(6, 6, 6), lambda f, x: f(x, x), True),
+    (lambda: nn.GRUCell(6, 6), lambda f, x: f(x), False),
+    (lambda: nn.LSTM(6, 6, batch_first=True), lambda f, x: f(in_one_step(x))[0][:, 0], False),
+]
+COMPUTED_WEIGHTS = [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("make", "call", "mapped"), LAYERS)
+@pytest.mark.parametrize("clipping", MODES)
+def test_layers_are_taken_or_named(make, call, mapped, clipping):
+    model = Around(make(), call)
+    if clipping == "layers" or mapped:
+        three_steps(private(model, clipping))
+        return
+    with pytest.raises(QuellError, match=r"by torch.func.vmap, failed with"):
+        three_steps(private(model, clipping))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("computed", COMPUTED_WEIGHTS)
+@pytest.mark.parametrize("width", [6, 8])  # the batch has 8 examples: rows of the weight must not pass for them
+def test_weights_that_are_computed_are_named(computed, width):
+    model = Around(nn.Sequential(computed(nn.Linear(6, width)), nn.Linear(width, 6)), lambda f, x: f(x))
+    with pytest.raises(QuellError, match=r"parametrizations.weight \(ParametrizationList\)|no input of it has a row"):
+        three_steps(private(model))
+    three_steps(private(Around(computed(nn.Linear(6, 6)), lambda f, x: f(x)), "microbatch"))
+
+
+class Odd(nn.Module):
+    """A layer of the user's that torch.func cannot take."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * self.weight * (1.0 if x[0, 0].item() > 100 else 2.0)
+
+
+@pytest.mark.parametrize("clipping", MODES)
+def test_errors_inside_the_engines_are_sentences(clipping):
+    with pytest.raises(QuellError, match=r"failed with \w+Error"):
+        three_steps(private(Around(Odd(), lambda f, x: f(x)), clipping))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("clipping", ["layers"])
+def test_compiled_models(clipping):
+    model, optimizer, loader = private(clipping=clipping)
+    three_steps((torch.compile(model, backend="eager"), optimizer, loader))

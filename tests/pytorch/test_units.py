@@ -1,0 +1,138 @@
+"""What is clipped is a unit, and rows that fill a batch up count for nobody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from quell import QuellError
+from quell.torch import make_private
+
+from .conftest import small_plan, unpriced_poisson_plan
+from .training import clipped_gradient, examples, network, seeded, train, without_noise
+
+
+def run(plan, data=None, **options):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with_key = {"key": seeded(3), **options}
+    return make_private(model, optimizer, data or examples(), plan, 0.3, **with_key)
+
+
+@pytest.mark.parametrize("physical", [None, 3])
+def test_filled_batches_give_the_same_model(physical):
+    plan = without_noise(small_plan())
+    weights = []
+    for fixed in (False, True):
+        model, optimizer, loader = run(plan, fixed_shape=fixed, physical_batch_size=physical)
+        train(model, optimizer, loader)
+        weights.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+
+
+def test_filled_batches_have_one_shape_and_zeros_behind_the_examples():
+    plan = unpriced_poisson_plan()
+    data = examples(12)
+    model, optimizer, loader = run(plan, data, fixed_shape=True)
+    shapes, filled = set(), 0
+    for x, y in loader:
+        shapes.add((x.shape, y.shape))
+        real = optimizer.run.unfinished.received.examples
+        assert not bool(x[real:].any())
+        assert bool(x[:real].any()) == bool(real)
+        filled += len(x) - real
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert len(shapes) == 1
+    assert filled
+
+
+def test_a_filled_batch_may_be_taken_in_pieces():
+    """Backward passes over its parts in order; the ones behind the examples count for nobody."""
+    sums = []
+    for cuts in ([8], [5, 3], [2, 2, 4]):
+        model, optimizer, loader = run(without_noise(small_plan()), fixed_shape=True, loss_reduction="sum")
+        x, y = next(iter(loader))
+        optimizer.zero_grad()
+        for part, labels in zip(x.split(cuts), y.split(cuts), strict=True):
+            nn.functional.cross_entropy(model(part), labels, reduction="sum").backward()
+        optimizer.step()
+        sums.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(sums[0], sums[1])
+    torch.testing.assert_close(sums[0], sums[2])
+
+
+def test_presence_changes_nobody_elses_bits():
+    """Without one example, the others' factors are bitwise the same: their rows meet the same shapes."""
+    torch.manual_seed(0)
+    found = []
+    for left_out in (None, 2):
+        model, optimizer, _loader = run(without_noise(small_plan()), fixed_shape=True, loss_reduction="sum")
+        x, y = examples().tensors[0][:8].clone(), examples().tensors[1][:8].clone()
+        if left_out is not None:
+            x[left_out], y[left_out] = 0.0, 0
+        engine = optimizer._engine
+        from quell.torch.engine import layers
+
+        nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+        (pieces,) = engine.take_finished()
+        found.append(layers.whole_norms(layers.gathered(pieces).values()))
+    others = torch.arange(8) != 2
+    assert torch.equal(found[0][others], found[1][others])
+    assert found[0][2] != found[1][2]
+
+
+class Noisy(Dataset):
+    """An example looks different every time: a counter stands in for random augmentation."""
+
+    def __init__(self):
+        self.x, self.y = examples().tensors
+        self.asked = 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return self.x[index] + 0.1 * (self.asked % 4), self.y[index]
+
+
+def test_rows_of_one_example_are_clipped_as_one():
+    data = Noisy()
+    model, optimizer, loader = run(without_noise(small_plan()), data, rows_per_example=4)
+    x, y = next(iter(loader))
+    assert len(x) == 32
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    twin = network()
+
+    def unit_loss(outputs, labels):
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+    expected = clipped_gradient(twin, unit_loss, (x.view(8, 4, 6), y.view(8, 4)), 0.3)
+    optimizer.step()
+    for (name, p), right in zip(model.named_parameters(), expected.values(), strict=True):
+        torch.testing.assert_close(p.grad * 8, right, rtol=0, atol=1e-5, msg=name)
+
+
+def test_batches_in_memory_are_indexed_at_once():
+    class Counted(TensorDataset):
+        def __getitem__(self, index):
+            raise AssertionError("one by one")
+
+    x, y = examples().tensors
+    _model, _optimizer, loader = run(small_plan(), TensorDataset(x, y))
+    batch = next(iter(loader))
+    assert isinstance(batch, list)
+    assert len(batch[0]) == 8
+    with pytest.raises(AssertionError, match="one by one"):  # a data set of one's own is asked as it wants to be
+        next(iter(run(small_plan(), Counted(x, y))[2]))
+
+
+def test_microbatches_have_neither(plan):
+    for options in ({"fixed_shape": True}, {"rows_per_example": 2}):
+        with pytest.raises(QuellError, match="need clipping='layers'"):
+            run(plan, clipping="microbatch", **options)
