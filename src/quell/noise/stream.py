@@ -138,6 +138,15 @@ class NoiseStream:
         return f"{self.spec.fingerprint} {self.generator}"
 
     @property
+    def _unwitnessed(self) -> bool:
+        """Whether releases go without a digest: on a GPU, where the host would wait for it, if no ledger keeps it.
+
+        Then a step that was released never comes again, also not within this process.
+        """
+        on_gpu = self._home is not None and self._home.type == "cuda"
+        return on_gpu and self._guard.ledger is None and self._agree is _alone
+
+    @property
     def shards(self) -> tuple[Shard, ...]:
         """The slices it serves, in the order of the tensors that `add_` takes."""
         return self._guard.shards
@@ -187,7 +196,7 @@ class NoiseStream:
             raise QuellError(f"the plan ends after {self.steps:,} steps: stop here, or make a new plan and a new key")
         if engine.capturing():
             self._guard.before(due, until=self.steps, fingerprint=None)  # a graph may run to the end
-        elif self._guard.watched:
+        elif self._guard.watched and not self._unwitnessed:
             if self._fingerprint is None:
                 self._fingerprint = Fingerprint(self._key, self.shards, self._home)
             self._agree(self._fingerprint(listed), partial(self._guard.before, due, due + 1))

@@ -35,6 +35,7 @@ from quell.torch.sharding import is_sharded
 from quell.torch.tape import Tape
 
 BATCHES = 3  # so many are probed
+EXAMPLES = 8  # of each, so that the probe takes little memory beside the loop's own
 
 _PER_EXAMPLE = (
     "compute one loss per example, from the model's outputs, and add these up (with loss_reduction='sum') or divide by "
@@ -68,6 +69,8 @@ class Probe:
         self.model, self.params = model, dict(params)
         self._sharded = any(is_sharded(parameter) for parameter in params.values())  # ranks compute together
         self._left, self._checked, self._why = BATCHES, False, ""
+        self._settled = 0
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._tape: Tape | None = None
         self._began: Any = None
         model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
@@ -85,8 +88,13 @@ class Probe:
             self._tape.start(batch)
 
     def settle(self) -> None:
-        """Before a step: nothing can be trained but what is private. Say so, once, if no loss could be followed."""
-        refuse_unprotected(self.model, self.params.values())
+        """Before a step: nothing can be trained but what is private. Say so, once, if no loss could be followed.
+
+        Parameters that were frozen are looked at every step, new ones now and then, because that takes the host longer.
+        """
+        if self._settled % 64 == 0 or any(parameter.requires_grad for parameter in self._frozen):
+            refuse_unprotected(self.model, self.params.values())
+        self._settled += 1
         self._stop()
 
     def _stop(self) -> None:
@@ -144,10 +152,15 @@ class Probe:
             raise QuellError(problem)
 
     def _problem(self, tape: Tape) -> str | None:
-        try:
-            problem = _Batch(tape, self.model, BATCHES - self._left, rerun=not self._sharded).problem()
-        except Exception as error:  # the loop's own code, done again: anything can happen
-            self._give_up(f"doing it again failed with {type(error).__name__}: {error}")
+        for most in (EXAMPLES, tape.examples):  # few, unless the loop's work is for so many rows and no others
+            try:
+                rerun = not self._sharded
+                problem = _Batch(tape, self.model, BATCHES - self._left, rerun, min(most, tape.examples)).problem()
+                break
+            except Exception as error:  # the loop's own code, done again: anything can happen
+                failed = f"doing it again failed with {type(error).__name__}: {error}"
+        else:
+            self._give_up(failed)
             return None
         self._left, self._checked = self._left - 1, True
         return problem
@@ -183,11 +196,11 @@ class _Way:
 class _Batch:
     """A batch as it is, and with one group of its examples replaced by one of them, or the other group, or both."""
 
-    def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool) -> None:
+    def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool, examples: int) -> None:
         self.tape, self.model, self.rerun = tape, model, rerun
         half_precision = any(entry.autocast[2] for entry in tape.entries)
         self.tolerance = 1e-2 if half_precision else 1e-4
-        self.plain = list(range(tape.examples))
+        self.plain = list(range(examples))
         self._random = random.Random(seed)
 
     def problem(self) -> str | None:
@@ -236,7 +249,7 @@ class _Batch:
         assert tape.loss is not None
         loss = tape.loss.detach()
         real = (loss if tape.weights is None else loss * tape.weights).sum()
-        if bool(differ(tape.replay(self.plain, rerun=False)[0].detach(), real, 1e-2)):
+        if bool(differ(tape.replay(range(tape.examples), rerun=False, grad=False)[0], real, 1e-2)):
             raise RuntimeError("the loss came out differently")
 
     def _run(self, sources: Sequence[int]) -> _Way:

@@ -87,7 +87,7 @@ def started_run(
         memory=options.memory,
         ledger=ledger,
         replay=True,  # a run that crashed before its first checkpoint starts again: the same steps, or none
-        agree=agree,
+        agree=agree if size > 1 else None,
     )
     try:
         run = Run(plan, chosen, batches, noise, rank, size)

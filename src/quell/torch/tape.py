@@ -120,7 +120,7 @@ class Tape:
         dim = self._dim(tensor)
         if dim is None:
             return tensor
-        return tensor.index_select(dim, torch.tensor(sources, dtype=torch.long, device=tensor.device))
+        return tensor.index_select(dim, torch.tensor(list(sources), dtype=torch.long, device=tensor.device))
 
     def known(self) -> set[int]:
         return {id(row) for row, _ in self.rows} | {id(made) for entry in self.entries for made in entry.made}
@@ -175,7 +175,7 @@ class Tape:
             if tensor is not None and type(tensor) in (Tensor, Watched):
                 tensor.__class__ = kind
 
-    def replay(self, sources: Sequence[int], rerun: bool = True) -> tuple[Tensor, list[Tensor]]:
+    def replay(self, sources: Sequence[int], rerun: bool = True, grad: bool = True) -> tuple[Tensor, list[Tensor]]:
         """Loss and model outputs where row i is example `sources[i]`.
 
         Without `rerun` the model is believed not to mix, and its outputs are rows of those that the loop had.
@@ -185,7 +185,7 @@ class Tape:
             values[id(row)] = self._filled(kept, sources)
         made: list[Tensor] = []
         set_own_states(self._started)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(grad):
             for entry in self.entries:
                 device, dtype, enabled = entry.autocast
                 with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
