@@ -258,7 +258,8 @@ def heading(options: argparse.Namespace) -> list[str]:
         f"LoRA of rank 16 on all linear layers, by {LORA}. "
         + ("Opacus is not installed here. " if GradSampleModule is None else "Opacus runs in float32. "),
         "",
-        "| model, batch | | step, ms | × not private | goal | peak memory, GiB | × not private | goal | in the first steps |",
+        "| model, batch | | step, ms | × not private | goal | peak memory, GiB | × not private | goal "
+        "| in the first steps |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
 
