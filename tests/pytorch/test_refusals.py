@@ -44,6 +44,17 @@ def test_a_model_with_batch_norm(clipping, plan):
         private(plan, clipping, model)
 
 
+def test_a_frozen_batch_norm_in_eval_mode_mixes_nothing(plan):
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].requires_grad_(False).eval()
+    model, optimizer, loader = private(plan, "layers", model)
+    x, y = next(iter(loader))
+    stepped(optimizer, criterion(model(x), y))
+    model.train()
+    with pytest.raises(QuellError, match=r"a frozen BatchNorm1d was put into train mode"):
+        model(x)
+
+
 def test_a_changed_clip_norm(plan):
     _, optimizer, _ = private(plan)
     with pytest.raises(QuellError, match="max_grad_norm cannot become 2"):

@@ -71,7 +71,7 @@ def attach(
     refuse_wrong_arguments(optimizer, data, plan)
     trained = _in_optimizer_order(optimizer, params)
     if any(is_sharded(parameter) for parameter in trained.values()):
-        raise QuellError("attach takes whole parameters, and these are sharded: use make_private(clipping='ghost')")
+        raise QuellError("attach takes whole parameters, and these are sharded: use make_private")
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory)
     with started_run(optimizer, trained, data, plan, bound, options) as run:
         require_agreement({**run.settings(), "physical_batch_size": physical_batch_size})

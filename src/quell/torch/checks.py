@@ -94,16 +94,32 @@ def refuse_leaking_layers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         mixes = isinstance(module, nn.modules.batchnorm._BatchNorm)
         tracks = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
-        if mixes or tracks:
+        if (mixes or tracks) and _is_fixed(module):
+            module.register_forward_pre_hook(_refuse_training)
+        elif mixes or tracks:
             raise QuellError(
                 f"{name or 'the model'} is a {type(module).__name__}, which mixes the examples of a batch, so no "
-                "example's gradient can be clipped: use GroupNorm (opacus.validators.ModuleValidator.fix replaces it)"
+                "example's gradient can be clipped: use GroupNorm, or freeze it and put it into eval mode"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise QuellError(
                 f"{name or 'the model'} has max_norm, which changes the weights of the tokens that it sees in the "
                 "forward pass, without noise: make it without"
             )
+
+
+def _is_fixed(module: nn.Module) -> bool:
+    """Whether statistics and weights of a batch norm are constants: then each row is transformed alone."""
+    frozen = not any(parameter.requires_grad for parameter in module.parameters())
+    return frozen and not module.training and getattr(module, "running_mean", None) is not None
+
+
+def _refuse_training(module: nn.Module, args: Any) -> None:
+    if module.training:
+        raise QuellError(
+            f"a frozen {type(module).__name__} was put into train mode, where it mixes the examples of a batch: call "
+            "its eval() after every model.train()"
+        )
 
 
 @contextmanager

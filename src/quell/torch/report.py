@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
@@ -137,9 +138,6 @@ _ASSUMPTIONS = {
 
 def _versions() -> dict[str, str]:
     found = {"quell": quell.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    for name in ("opacus", "dp-accounting"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    with suppress(PackageNotFoundError):
+        found["dp-accounting"] = version("dp-accounting")
     return found
