@@ -79,11 +79,10 @@ def test_full_batch_errors_of_theorem_4():
 
 
 def test_overflow_and_mismatch_are_refused():
-    growing = ToeplitzStrategy("test", 2000, np.array([1.0, 3.0]))
-    with pytest.raises(QuellError, match="overflows"):
-        error(growing, workload.prefix(2000))
+    with pytest.raises(QuellError, match="grows to inf times a step's fresh noise"):
+        ToeplitzStrategy("test", 2000, np.array([1.0, 3.0]))
     with pytest.raises(QuellError, match="2,000 steps but the workload"):
-        error(growing, workload.prefix(3))
+        error(ToeplitzStrategy("test", 2000, np.array([1.0, 0.5])), workload.prefix(3))
     with pytest.raises(QuellError, match="not finite"):
         ToeplitzStrategy("test", 4, np.array([1.0, np.nan]))
     with pytest.raises(QuellError, match="overflows"):

@@ -49,7 +49,7 @@ def require_count(name: str, value: float, least: int = 1) -> int:
 
 
 def short(value: object) -> str:
-    """A value as it may stand in a sentence: at most 40 characters, all of them printable.
+    r"""A value as it may stand in a sentence: at most 40 characters, all of them printable.
 
     >>> short("\x1b[31m"), short([1.0] * 1000)
     ("'\\x1b[31m'", '[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0,…')

@@ -171,7 +171,7 @@ class NoiseStream:
 
     def add_(self, tensors: Any, *, step: int | None = None) -> None:
         """Add the next row of noise to the gradients in place. `step`, if given, must be the one that is due."""
-        _uncompiled(self._add_alone)(tensors, step)
+        uncompiled(self._add_alone)(tensors, step)
 
     def _add_alone(self, tensors: Any, step: int | None) -> None:
         if os.getpid() != self._process:
@@ -333,8 +333,8 @@ def _require_memory(copies: float) -> float:
     return float(copies)
 
 
-def _uncompiled(method: Callable[..., None]) -> Callable[..., None]:
+def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, to be called and not traced where torch.compile is at work (its module is loaded then)."""
     dynamo = sys.modules.get("torch._dynamo")
-    wrapped: Callable[..., None] = method if dynamo is None else dynamo.disable(method)
+    wrapped: Callable[..., Any] = method if dynamo is None else dynamo.disable(method)
     return wrapped

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
+from quell.noise.stream import uncompiled
 from quell.torch.checks import in_a_sentence
 from quell.torch.clipping import clip_factors, norm_of
 from quell.torch.distributed import sum_over_ranks, world
@@ -430,8 +431,10 @@ class _Forward:
     def __init__(self, engine: LayerEngine | None, module: nn.Module) -> None:
         self.engine, self.module = engine, module
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return uncompiled(self._run)(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         if engine is None:
             return type(self.module).forward(self.module, *args, **kwargs)
