@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import integrate, stats
 from simulation import Patterns, simulated_delta
 
 from quell.privacy.gaussian import gaussian_delta
