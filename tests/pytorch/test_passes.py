@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from quell.errors import QuellError
 from quell.torch.engine.layers import LayerEngine
+from quell.torch.private import make_private
 
-from .training import clipped_gradient
+from .conftest import small_plan
+from .training import clipped_gradient, examples, network, seeded, train, without_noise
 
 
 def engine_of(model, bound=1.0, reduction="sum", unit=1):
@@ -348,3 +350,34 @@ def test_reentrant_checkpoints_inside_of_others_are_never_taken_for_one_gradient
     """Their backward passes do not know each other: the examples count twice, which no step accepts."""
     x = torch.randn(8, 5, requires_grad=True)
     assert mean_sums(Nested(True), lambda model: model(x).square().mean().backward())[0] == 16
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", ["before", "after"])
+def test_a_compiled_model_is_clipped_like_any_other(compiled):
+    def trained(how):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        given = torch.compile(model, backend="eager") if how == "before" else model
+        plan = without_noise(small_plan())
+        private, optimizer, loader = make_private(given, optimizer, examples(), plan, 0.3, key=seeded(3))
+        train(torch.compile(private, backend="eager") if how == "after" else private, optimizer, loader)
+        return [p.detach() for p in model.parameters()]
+
+    torch.testing.assert_close(trained(compiled), trained(None))
+
+
+def test_a_copy_of_the_model_is_an_ordinary_model():
+    """As an average of the weights has: its layers are not followed, and the run goes on."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, loader = make_private(model, optimizer, examples(), small_plan(), 0.3)
+    held_out, labels = examples(8, seed=6).tensors
+    for x, y in loader:
+        twin = copy.deepcopy(model)
+        nn.functional.cross_entropy(twin(held_out), labels).backward()
+        assert all(p.grad is not None for p in twin.parameters())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert optimizer.run.step == 5

@@ -432,7 +432,8 @@ class _Forward:
         self.engine, self.module = engine, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return uncompiled(self._run)(*args, **kwargs)
+        run = uncompiled(self._run) if torch.compiler.is_compiling() else self._run
+        return run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
