@@ -222,6 +222,24 @@ def test_parameters_with_one_row_that_are_not_one_per_example(make, first):
     assert float((whole - without).norm()) <= 1.001
 
 
+class OwnLossOfOne(nn.Module):
+    """A weight of shape (1, n) in a model that returns its loss: a copy of it per row would meet every example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x):
+        return (x @ self.weight.t() - 1).square().sum()
+
+
+def test_a_loss_does_not_show_whose_copy_of_a_parameter_it_used():
+    x = torch.randn(8, 5)
+    x[1] *= 100
+    with pytest.raises(QuellError, match=r"the model \(OwnLossOfOne\) made 0 rows from 8 examples"):
+        sums_without(OwnLossOfOne, x)
+
+
 # Others' numbers
 
 

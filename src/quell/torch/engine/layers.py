@@ -183,7 +183,8 @@ class LayerEngine(Engine):
     def _takes_rows(self, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:
         """Whether every (1, ...) parameter may be given once per row: None where a single row cannot tell.
 
-        The output must be the same, and a change to one row's copy must change that row of the output alone.
+        The output must be the same, and a change to one row's copy must change that row of the output alone. Outputs
+        without rows, such as a loss, do not show whose copy they used.
         """
         own = {name: module._parameters[name] for name in layer.trained}
         if any(p is None or p.dim() < 2 or len(p) != 1 for p in own.values()):
@@ -203,8 +204,8 @@ class LayerEngine(Engine):
             except (RuntimeError, ValueError, IndexError):
                 return False
         rows = self._rows
-        return all(
-            a.shape == b.shape == c.shape and len(a) == rows and _close(a, b) and _close(a[1:], c[1:])
+        return bool(plain) and all(
+            a.shape == b.shape == c.shape and a.shape[:1] == (rows,) and _close(a, b) and _close(a[1:], c[1:])
             for a, b, c in zip(plain, same, other, strict=True)
         )
 
@@ -453,7 +454,7 @@ def _outputs(module: nn.Module, layer: Layer, args: Any, kwargs: Any, given: dic
     devices = list({p.device for p in module.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), swapped(module, **given):
         torch.manual_seed(0)
-        return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor) and v.dim()]
+        return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor)]
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
