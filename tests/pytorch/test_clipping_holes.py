@@ -161,6 +161,61 @@ def test_layers_with_other_rows_than_the_batch_are_refused():
             _norm_of_sum(engine, model(torch.randn(8, length, 5)).square().sum())
 
 
+class Sorting(nn.Module):
+    """By length and back, as packed sequences once wanted it: the layer between has its rows in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        order = x[:, 0].argsort(descending=True)
+        return self.layer(self.first(x)[order])[order.argsort()]
+
+
+@pytest.mark.parametrize("descending", [True, False])
+def test_models_that_sort_are_refused_also_where_the_first_batch_is_in_order(descending):
+    torch.manual_seed(0)
+    model = Sorting()
+    engine = engine_of(model)
+    x = torch.randn(12, 5)
+    x = x[x[:, 0].argsort(descending=descending)]
+    with pytest.raises(QuellError, match="change places"):
+        _norm_of_sum(engine, model(x).square().sum())
+
+
+class Shifted(nn.Module):
+    """Positions of all examples, the first of them 2, in a model that returns its outputs or its loss."""
+
+    def __init__(self, own_loss) -> None:
+        super().__init__()
+        self.words, self.places, self.own_loss = nn.Embedding(9, 4), nn.Embedding(20, 4), own_loss
+
+    def forward(self, x):
+        made = (self.words(x) + self.places(torch.arange(2, 2 + x.shape[1]))).square()
+        return made.sum() if self.own_loss else made
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_positions_as_many_as_examples_are_refused(own_loss):
+    model = Shifted(own_loss)
+    engine = engine_of(model)
+    with pytest.raises(QuellError, match=r"places \(Embedding\) is given 12 numbers whatever the batch size"):
+        _norm_of_sum(engine, model(torch.randint(0, 9, (12, 12))).sum())
+
+
+class TransposedWithLoss(Transposed):
+    def forward(self, x):
+        return super().forward(x).square().sum()
+
+
+def test_models_that_return_their_loss_are_looked_at_too():
+    model = TransposedWithLoss()
+    engine = engine_of(model)
+    with pytest.raises(QuellError, match=r"layer \(Linear\) made 8 rows from 7 examples"):
+        _norm_of_sum(engine, model(torch.randn(8, 8, 5)))
+
+
 class Category(nn.Module):
     """One token for each example."""
 

@@ -240,6 +240,10 @@ class LayerEngine(Engine):
     def rows_seen(self) -> int | None:
         return self._rows
 
+    def sharing(self) -> set[str]:
+        """The embeddings that were seen to get one row of positions for all examples."""
+        return {layer.name for layer in self._layers.values() if layer.shared}
+
     def called(self, module: nn.Module) -> str:
         return f"{self._layers[id(module)].name} ({type(module).__name__})"
 
