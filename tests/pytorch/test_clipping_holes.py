@@ -184,6 +184,50 @@ def test_models_that_sort_are_refused_also_where_the_first_batch_is_in_order(des
         _norm_of_sum(engine, model(x).square().sum())
 
 
+class MixingBackwards(nn.Module):
+    """Its outputs do not mix, the gradients of its first layer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient / gradient.norm())
+        return self.layer(h)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight) * self.side
+
+
+class SideInput(nn.Module):
+    """The gate is told of all rows by an attribute, and has them all when it is run for one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x):
+        self.gate.side = x[:, :1]
+        return self.gate(x)
+
+
+@pytest.mark.parametrize("make", [MixingBackwards, SideInput])
+def test_gradients_that_mix_on_their_way_back_are_refused(make):
+    torch.manual_seed(0)
+    model = make()
+    engine = engine_of(model)
+    with pytest.raises(QuellError, match="examples that mix"):
+        _norm_of_sum(engine, model(torch.randn(12, 5)).square().sum())
+
+
 class Shifted(nn.Module):
     """Positions of all examples, the first of them 2, in a model that returns its outputs or its loss."""
 

@@ -63,13 +63,17 @@ class FirstBatch:
         for backwards in (False, True):
             orders = [list(range(few)), list(range(few)) if own_loss else beside]
             place = few - 1 if backwards else 0
-            cuts = [_cut(inputs, rows, unit, order[::-1] if backwards else order) for order in orders]
-            kept = gradients if own_loss else [_at(place, few, unit, g) for g in gradients]
+            if backwards:
+                orders = [order[::-1] for order in orders]
+            cuts = [_cut(inputs, rows, unit, order) for order in orders]
+            # Beside the gradients of others, and alone: hooks in the model must not mix them on their way back either.
+            together = gradients if own_loss else _cut(gradients, rows, unit, orders[0])
+            alone = gradients if own_loss else [_at(place, few, unit, g) for g in gradients]
             shared = engine.sharing()
             with restored_buffers(engine.model):
                 try:
-                    measured = self._measured(cuts[0], kept, None if own_loss else place)
-                    real = engine.unwatched(lambda: self._by_autograd(cuts[1], kept))  # noqa: B023 - run at once
+                    measured = self._measured(cuts[0], together, None if own_loss else place)
+                    real = engine.unwatched(lambda: self._by_autograd(cuts[1], alone))  # noqa: B023 - run at once
                 except QuellError:
                     raise
                 except (RuntimeError, IndexError, ValueError):
