@@ -248,6 +248,21 @@ def test_positions_as_many_as_examples_are_refused(own_loss):
         _norm_of_sum(engine, model(torch.randint(0, 9, (12, 12))).sum())
 
 
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(20, 4)
+
+
+def test_positions_where_only_parts_of_the_model_are_called():
+    """Then nothing says how many examples there are, and nothing is compared."""
+    model = Parts()
+    engine_of(model)
+    tokens = torch.randint(0, 9, (12, 12))
+    with pytest.raises(QuellError, match=r"places \(Embedding\) is given the numbers 0 to 11"):
+        model.words(tokens) + model.places(torch.arange(12))
+
+
 class TransposedWithLoss(Transposed):
     def forward(self, x):
         return super().forward(x).square().sum()

@@ -220,21 +220,29 @@ class LayerEngine(Engine):
     def _own_rows(self, layer: Layer, tokens: Tensor) -> Tensor:
         """Position numbers that all examples share, such as torch.arange(length), once for every example."""
         rows = self._rows
-        if rows is None or (tokens.dim() > 1 and len(tokens) == rows):
+        if rows is None:  # a part of the model was called, and nobody knows how many examples it was given
+            self._refuse_numbers(layer, tokens)
+            return tokens
+        if tokens.dim() > 1 and len(tokens) == rows:
             return tokens
         if tokens.dim() > 1 and len(tokens) == 1:
             return tokens.expand(rows, *tokens.shape[1:])
         if tokens.dim() == 1 and (layer.shared or len(tokens) != rows):
             layer.shared = True
             return tokens.expand(rows, len(tokens))
-        made_inside = tokens.dim() == 1 and tokens.untyped_storage().data_ptr() not in self._given
-        if made_inside and rows > 1 and bool((tokens == torch.arange(rows, device=tokens.device)).all()):
+        if tokens.untyped_storage().data_ptr() not in self._given:
+            self._refuse_numbers(layer, tokens)
+        return tokens
+
+    def _refuse_numbers(self, layer: Layer, tokens: Tensor) -> None:
+        """Numbers in order that were made inside of the model, as many as there are rows, may be anything."""
+        count = len(tokens) if tokens.dim() == 1 else 0
+        if count > 1 and bool((tokens == torch.arange(count, device=tokens.device)).all()):
             raise QuellError(
-                f"{layer.name} (Embedding) is given the numbers 0 to {rows - 1} in a batch of {rows} rows: they may be "
-                "positions that all examples share, or one token of each; give positions a first dimension of 1 "
+                f"{layer.name} (Embedding) is given the numbers 0 to {count - 1} in a batch of {count} rows: they may "
+                "be positions that all examples share, or one token of each; give positions a first dimension of 1 "
                 "(positions[None])"
             )
-        return tokens
 
     @property
     def rows_seen(self) -> int | None:
