@@ -161,6 +161,120 @@ def test_layers_with_other_rows_than_the_batch_are_refused():
             _norm_of_sum(engine, model(torch.randn(8, length, 5)).square().sum())
 
 
+class Sorting(nn.Module):
+    """By length and back, as packed sequences once wanted it: the layer between has its rows in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        order = x[:, 0].argsort(descending=True)
+        return self.layer(self.first(x)[order])[order.argsort()]
+
+
+@pytest.mark.parametrize("descending", [True, False])
+def test_models_that_sort_are_refused_also_where_the_first_batch_is_in_order(descending):
+    torch.manual_seed(0)
+    model = Sorting()
+    engine = engine_of(model)
+    x = torch.randn(12, 5)
+    x = x[x[:, 0].argsort(descending=descending)]
+    with pytest.raises(QuellError, match="change places"):
+        _norm_of_sum(engine, model(x).square().sum())
+
+
+class MixingBackwards(nn.Module):
+    """Its outputs do not mix, the gradients of its first layer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient / gradient.norm())
+        return self.layer(h)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight) * self.side
+
+
+class SideInput(nn.Module):
+    """The gate is told of all rows by an attribute, and has them all when it is run for one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x):
+        self.gate.side = x[:, :1]
+        return self.gate(x)
+
+
+@pytest.mark.parametrize("make", [MixingBackwards, SideInput])
+def test_gradients_that_mix_on_their_way_back_are_refused(make):
+    torch.manual_seed(0)
+    model = make()
+    engine = engine_of(model)
+    with pytest.raises(QuellError, match="examples that mix"):
+        _norm_of_sum(engine, model(torch.randn(12, 5)).square().sum())
+
+
+class Shifted(nn.Module):
+    """Positions of all examples, the first of them 2, in a model that returns its outputs or its loss."""
+
+    def __init__(self, own_loss) -> None:
+        super().__init__()
+        self.words, self.places, self.own_loss = nn.Embedding(9, 4), nn.Embedding(20, 4), own_loss
+
+    def forward(self, x):
+        made = (self.words(x) + self.places(torch.arange(2, 2 + x.shape[1]))).square()
+        return made.sum() if self.own_loss else made
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_positions_as_many_as_examples_are_refused(own_loss):
+    model = Shifted(own_loss)
+    engine = engine_of(model)
+    with pytest.raises(QuellError, match=r"places \(Embedding\) is given 12 numbers whatever the batch size"):
+        _norm_of_sum(engine, model(torch.randint(0, 9, (12, 12))).sum())
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(20, 4)
+
+
+def test_positions_where_only_parts_of_the_model_are_called():
+    """Then nothing says how many examples there are, and nothing is compared."""
+    model = Parts()
+    engine_of(model)
+    tokens = torch.randint(0, 9, (12, 12))
+    with pytest.raises(QuellError, match=r"places \(Embedding\) is given the numbers 0 to 11"):
+        model.words(tokens) + model.places(torch.arange(12))
+
+
+class TransposedWithLoss(Transposed):
+    def forward(self, x):
+        return super().forward(x).square().sum()
+
+
+def test_models_that_return_their_loss_are_looked_at_too():
+    model = TransposedWithLoss()
+    engine = engine_of(model)
+    with pytest.raises(QuellError, match=r"layer \(Linear\) made 8 rows from 7 examples"):
+        _norm_of_sum(engine, model(torch.randn(8, 8, 5)))
+
+
 class Category(nn.Module):
     """One token for each example."""
 
@@ -220,6 +334,24 @@ def test_parameters_with_one_row_that_are_not_one_per_example(make, first):
     by_hand = clipped_gradient(make(), lambda out, _: out.square().sum(), [x, x], 1.0)["scale"]
     torch.testing.assert_close(whole, by_hand.flatten(), rtol=1e-4, atol=1e-5)
     assert float((whole - without).norm()) <= 1.001
+
+
+class OwnLossOfOne(nn.Module):
+    """A weight of shape (1, n) in a model that returns its loss: a copy of it per row would meet every example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x):
+        return (x @ self.weight.t() - 1).square().sum()
+
+
+def test_a_loss_does_not_show_whose_copy_of_a_parameter_it_used():
+    x = torch.randn(8, 5)
+    x[1] *= 100
+    with pytest.raises(QuellError, match=r"the model \(OwnLossOfOne\) made 0 rows from 8 examples"):
+        sums_without(OwnLossOfOne, x)
 
 
 # Others' numbers

@@ -190,6 +190,26 @@ def test_rows_that_change_places():
         cross_entropy(model(x), y).backward()
 
 
+def rolled_too(model, x, y):
+    """Two passes over one batch, in two orders: every example is in two places."""
+    order = torch.arange(len(x)).roll(1)
+    return cross_entropy(model(x), y) + cross_entropy(model(x[order]), y[order])
+
+
+def shuffled(model, x, y):
+    order = torch.randperm(len(x))
+    return cross_entropy(model(x[order]), y[order])
+
+
+@pytest.mark.parametrize("loss", [rolled_too, shuffled])
+def test_rows_that_change_places_with_their_labels(loss):
+    model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match="belong to other examples than the same rows of the batch"):
+        loss(model, x, y).backward()
+    assert optimizer.run.step == 0
+
+
 def test_the_layer_that_mixes_is_named():
     model, _, loader = private(Mixing(OwnBatchNorm()))
     x, y = next(iter(loader))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from quell import QuellError
 from quell.torch import make_private
@@ -63,6 +63,29 @@ def test_a_filled_batch_may_be_taken_in_pieces():
         sums.append([p.grad.clone() for p in model.parameters()])
     torch.testing.assert_close(sums[0], sums[1])
     torch.testing.assert_close(sums[0], sums[2])
+
+
+def doubled(rows):
+    return default_collate([row for row in rows for _ in range(2)])
+
+
+def test_a_filled_batch_has_one_row_of_each_item():
+    """Zeros must not hide that there are more rows than examples: the first of them would be one example's twice."""
+    data = DataLoader(examples(12), collate_fn=doubled)
+    _model, _optimizer, loader = run(unpriced_poisson_plan(), data, fixed_shape=True)
+    with pytest.raises(QuellError, match=r"a tensor of shape \(\d+, 6\) from \d+ items"):
+        list(loader)
+
+
+@pytest.mark.parametrize("change", [lambda v: v.repeat_interleave(2, 0), lambda v: v[:-1]])
+def test_every_row_of_a_filled_batch_is_used_once(change):
+    model, optimizer, loader = run(unpriced_poisson_plan(), examples(12), fixed_shape=True)
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(change(x)), change(y)).backward()
+    with pytest.raises(QuellError, match="was filled up to"):
+        optimizer.step()
+    assert optimizer.run.step == 0
 
 
 def test_presence_changes_nobody_elses_bits():

@@ -213,20 +213,31 @@ class Collated:
 
     def __call__(self, examples: list[Any]) -> Any:
         batch = self.collate(examples) if examples else _without_rows(self._one())
-        return batch if self.size is None else _filled(batch, self.size * self.rows)
+        if self.size is None:
+            return batch
+        real = len(batch[0]) if self._indexed else len(examples)
+        return _filled(batch, real, self.size * self.rows)
+
+    @property
+    def _indexed(self) -> bool:
+        return isinstance(self.dataset, IndexedAtOnce)
 
     def _one(self) -> Any:
-        indexed = isinstance(self.dataset, IndexedAtOnce)
-        return self.dataset.__getitems__([0]) if indexed else self.collate([self.dataset[0]])
+        return self.dataset.__getitems__([0]) if self._indexed else self.collate([self.dataset[0]])
 
 
-def _filled(batch: Any, rows: int) -> Any:
-    """Every tensor with so many rows, the new ones zero."""
+def _filled(batch: Any, real: int, rows: int) -> Any:
+    """Every tensor, of so many `real` rows, with so many rows, the new ones zero."""
 
     def fill(value: Any) -> Any:
         if not isinstance(value, Tensor):
             raise QuellError(f"fixed_shape=True fills batches of tensors, not of {type(value).__name__}: leave it out")
-        return torch.cat([value, value.new_zeros(rows - len(value), *value.shape[1:])]) if len(value) < rows else value
+        if not value.dim() or len(value) != real:
+            raise QuellError(
+                f"the collate function made a tensor of shape {tuple(value.shape)} from {real} items: fixed_shape=True "
+                "needs one row for each of them"
+            )
+        return torch.cat([value, value.new_zeros(rows - real, *value.shape[1:])]) if real < rows else value
 
     return pytree.tree_map(fill, batch)
 

@@ -4,7 +4,8 @@ Clipping bounds what one example adds to the sum, and says nothing about what it
 nobody's gradient may depend on another example. Here the loop's own work on a batch (`tape.py`) is done again: with one
 group of the examples replaced by one of them, then with all others replaced. Every number that belongs to one example
 stays the same in one of the two. A number that changes in both belongs to several: in the model's outputs it says that
-the model mixes examples, in the gradient of the loss with respect to the outputs that the loss does. A model that
+the model mixes examples, in the gradient of the loss with respect to the outputs that the loss does. A row that changes
+although its own example stays is another one's: then an example has different places in different passes. A model that
 returns its own loss has no output of one example; but a loss L that adds up over examples has L(neither) + L(both) =
 L(first) + L(second), and one that divides by the tokens of the batch has not.
 
@@ -52,6 +53,13 @@ _OWN_LOSS = (
     "the model returns its own loss, and that couples the examples of a batch: it does not add up over them (a mean "
     "over the tokens of the whole batch does not), so clipping would bound nobody's influence: leave the labels out of "
     f"the model's arguments, {_PER_EXAMPLE}"
+)
+
+
+_OUT_OF_PLACE = (
+    "rows of the model's outputs belong to other examples than the same rows of the batch (shuffled, rolled or paired "
+    "with others), so one example would be clipped in several places: give the model the rows in the loader's order, "
+    "and let it keep them in order"
 )
 
 
@@ -237,6 +245,10 @@ class _Batch:
             for a, b, used in zip(changes[0][what], changes[1][what], base.used, strict=True):
                 if used and a.dim() and bool((a & b).any()):
                     return _LOSS_COUPLES if what else self._mixes(ways)
+        stays = [torch.tensor([row == now for row, now in enumerate(sources)]) for sources in ways[:2]]
+        for a, b, used in zip(changes[0][0], changes[1][0], base.used, strict=True):
+            if used and _out_of_place((a, b), stays):
+                return _OUT_OF_PLACE
         if any(used and not output.dim() for output, used in zip(base.outputs, base.used, strict=True)):
             gap = losses[0] + losses[3] - losses[1] - losses[2]
             if abs(gap) > self.tolerance * max(map(abs, losses)):
@@ -334,6 +346,16 @@ def restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                 holder[name] = buffer
                 with torch.no_grad():
                     buffer.copy_(value)
+
+
+def _out_of_place(changes: Sequence[Tensor], stays: Sequence[Tensor]) -> bool:
+    """Whether rows changed whose examples stay, in an output with a row per example; time may come first in it."""
+    shape, examples = changes[0].shape, len(stays[0])
+    return shape[:1] == (examples,) and not any(
+        all(not bool(c.movedim(dim, 0)[kept.to(c.device)].any()) for c, kept in zip(changes, stays, strict=True))
+        for dim in (0, 1)
+        if shape[dim : dim + 1] == (examples,)
+    )
 
 
 def _floats(values: Any) -> list[Tensor]:

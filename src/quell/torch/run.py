@@ -152,6 +152,12 @@ class Run:
             )
         if examples != due.examples:
             raise QuellError(_other_examples(examples, due))
+        if due.filled_to is not None and self.unfinished.units != due.filled_to:
+            raise QuellError(
+                f"the gradients are those of {self.unfinished.units:,} rows, but {_named(due)} was filled up to "
+                f"{due.filled_to:,}, of which the first are the examples: train on every row of it, in order, or pass "
+                "fixed_shape=False"
+            )
         self.unfinished.received, self.unfinished.examples, self.unfinished.units = None, 0, 0
         self.unfinished.parts += 1
         return due.last

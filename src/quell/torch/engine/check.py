@@ -1,8 +1,10 @@
 """The first batch, looked at more closely: is what the engine measures for one unit what autograd computes for it?
 
-The first unit of the batch runs twice, with equal random numbers: through the taps beside the second unit, and plainly
-beside the last one. Its gradient must be the same for every parameter. A layer whose rows are not examples, a rule that
-does not fit, or a model that mixes rows shows here.
+The first unit of the batch runs twice, with equal random numbers: through the taps beside the units after it, and
+plainly beside the last one. Its gradient must be the same for every parameter. Then again in the opposite order, which
+shows a model that sorts its rows. A layer whose rows are not examples, a rule that does not fit, or a model that mixes
+rows shows here: a few units are never as many as the batch has, so what is as long as the batch by chance is not. A
+model that returns its loss has no output of one unit, and there the gradients of all of the few units are compared.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from quell.torch.probe import restored_buffers
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
+
+_FEW = 8  # units that are looked at
 
 
 class FirstBatch:
@@ -48,24 +52,43 @@ class FirstBatch:
         self._inputs = None  # the loss, and with it the hooks of its outputs, may live on
         rows, unit = engine.rows_seen, engine.rows_per_unit
         known = [gradient for gradient in gradients if gradient is not None]
-        if inputs is None or not known or not rows or any(not g.dim() or len(g) != rows for g in known):
-            return  # the model was not called as a whole, or returned its loss
-        first = range(unit)
-        beside = [[*first, *range(unit, 2 * unit)], [*first, *(range(rows - unit, rows) if rows > 2 * unit else first)]]
-        cuts = [
-            pytree.tree_map(lambda v, chosen=chosen: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
-            for chosen in beside
-        ]
-        kept = [None if g is None else torch.cat([g[:unit], torch.zeros_like(g[:unit])]) for g in gradients]
-        with restored_buffers(engine.model):
-            try:
-                measured = self._measured(cuts[0], kept)
-                real = engine.unwatched(lambda: self._by_autograd(cuts[1], kept))
-            except QuellError:
-                raise
-            except (RuntimeError, IndexError, ValueError):
-                engine.take_finished()
-                return  # a tensor that has as many rows by chance, such as a mask, was cut too
+        if inputs is None or not known or not rows:
+            return  # the model was not called as a whole
+        own_loss = all(not g.dim() for g in known)
+        if not own_loss and any(not g.dim() or len(g) != rows for g in known):
+            return
+        units = rows // unit
+        few = min(_FEW, max(2, units - 1))
+        beside = [0, *[units - 1 if units > 2 else 0] * (few - 1)]
+        for backwards in (False, True):
+            orders = [list(range(few)), list(range(few)) if own_loss else beside]
+            place = few - 1 if backwards else 0
+            if backwards:
+                orders = [order[::-1] for order in orders]
+            cuts = [_cut(inputs, rows, unit, order) for order in orders]
+            # Beside the gradients of others, and alone: hooks in the model must not mix them on their way back either.
+            together = gradients if own_loss else _cut(gradients, rows, unit, orders[0])
+            alone = gradients if own_loss else [_at(place, few, unit, g) for g in gradients]
+            shared = engine.sharing()
+            with restored_buffers(engine.model):
+                try:
+                    measured = self._measured(cuts[0], together, None if own_loss else place)
+                    real = engine.unwatched(lambda: self._by_autograd(cuts[1], alone))  # noqa: B023 - run at once
+                except QuellError:
+                    raise
+                except (RuntimeError, IndexError, ValueError):
+                    engine.take_finished()
+                    return  # a tensor that has as many rows by chance, such as a mask, was cut too
+            if found := engine.sharing() - shared:
+                raise QuellError(
+                    f"{', '.join(sorted(found))} (Embedding) is given {rows} numbers whatever the batch size, and the "
+                    f"first batch has {rows} rows, so they were taken for one token of each; give positions that all "
+                    "examples share a first dimension of 1 (positions[None])"
+                )
+            self._require_same(measured, real)
+
+    def _require_same(self, measured: dict[str, Tensor], real: dict[str, Tensor]) -> None:
+        engine = self.engine
         whole = torch.stack([g.double().norm() for g in real.values()]).norm()
         if not torch.isfinite(whole) or not float(whole):
             return
@@ -76,7 +99,8 @@ class FirstBatch:
                 raise QuellError(
                     f"the gradient of one example for {name} has norm {float(found.norm()):.4g} as measured and "
                     f"{float(right.norm()):.4g} by autograd: its layer is used in a way that per-example gradients "
-                    "cannot follow (rows that are not examples, or examples that mix); use clipping='microbatch'"
+                    "cannot follow (rows that are not examples, or examples that mix or change places); use "
+                    "clipping='microbatch'"
                 )
 
     def _run(self, inputs: Any) -> list[Tensor]:
@@ -87,8 +111,8 @@ class FirstBatch:
             with torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
                 return _differentiable(self.engine.model(*inputs[0], **inputs[1]))
 
-    def _measured(self, inputs: Any, gradients: list[Tensor | None]) -> dict[str, Tensor]:
-        """Float32 gradients of the first unit by the engine's pieces."""
+    def _measured(self, inputs: Any, gradients: list[Tensor | None], place: int | None) -> dict[str, Tensor]:
+        """Float32 gradients of the unit at this place, or of all, by the engine's pieces."""
         engine = self.engine
         outputs = self._run(inputs)
         torch.autograd.backward(*_pairs(outputs, gradients))
@@ -97,8 +121,10 @@ class FirstBatch:
             for name, parts in pieces.items():
                 parameter = engine.params[name]
                 for piece in parts:
-                    first = (torch.arange(piece.units, device=parameter.device) == 0).float()
-                    found[name] = found.get(name, 0.0) + piece.sum(first).view(parameter.shape)
+                    numbers = torch.arange(piece.units, device=parameter.device)
+                    left_out = numbers < 0 if place is None else numbers != place
+                    total = piece.without(left_out).sum((~left_out).float())  # 0 times a NaN is one
+                    found[name] = found.get(name, 0.0) + total.view(parameter.shape)
         return found
 
     def _by_autograd(self, inputs: Any, gradients: list[Tensor | None]) -> dict[str, Tensor]:
@@ -106,6 +132,21 @@ class FirstBatch:
         made = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.engine.params.items()}
         self.engine.model.zero_grad()
         return made
+
+
+def _cut(inputs: Any, rows: int, unit: int, units: list[int]) -> Any:
+    """The inputs with these units only."""
+    chosen = [unit * number + row for number in units for row in range(unit)]
+    return pytree.tree_map(lambda v: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
+
+
+def _at(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
+    """The gradient of the first unit at this place among so many, and zeros for the others."""
+    if gradient is None:
+        return None
+    made = gradient.new_zeros(units * unit, *gradient.shape[1:])
+    made[place * unit : (place + 1) * unit] = gradient[:unit]
+    return made
 
 
 def _has_rows(value: Any, rows: int) -> bool:

@@ -184,7 +184,8 @@ class LayerEngine(Engine):
     def _takes_rows(self, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:
         """Whether every (1, ...) parameter may be given once per row: None where a single row cannot tell.
 
-        The output must be the same, and a change to one row's copy must change that row of the output alone.
+        The output must be the same, and a change to one row's copy must change that row of the output alone. Outputs
+        without rows, such as a loss, do not show whose copy they used.
         """
         own = {name: module._parameters[name] for name in layer.trained}
         if any(p is None or p.dim() < 2 or len(p) != 1 for p in own.values()):
@@ -204,8 +205,8 @@ class LayerEngine(Engine):
             except (RuntimeError, ValueError, IndexError):
                 return False
         rows = self._rows
-        return all(
-            a.shape == b.shape == c.shape and len(a) == rows and _close(a, b) and _close(a[1:], c[1:])
+        return bool(plain) and all(
+            a.shape == b.shape == c.shape and a.shape[:1] == (rows,) and _close(a, b) and _close(a[1:], c[1:])
             for a, b, c in zip(plain, same, other, strict=True)
         )
 
@@ -220,25 +221,37 @@ class LayerEngine(Engine):
     def _own_rows(self, layer: Layer, tokens: Tensor) -> Tensor:
         """Position numbers that all examples share, such as torch.arange(length), once for every example."""
         rows = self._rows
-        if rows is None or (tokens.dim() > 1 and len(tokens) == rows):
+        if rows is None:  # a part of the model was called, and nobody knows how many examples it was given
+            self._refuse_numbers(layer, tokens)
+            return tokens
+        if tokens.dim() > 1 and len(tokens) == rows:
             return tokens
         if tokens.dim() > 1 and len(tokens) == 1:
             return tokens.expand(rows, *tokens.shape[1:])
         if tokens.dim() == 1 and (layer.shared or len(tokens) != rows):
             layer.shared = True
             return tokens.expand(rows, len(tokens))
-        made_inside = tokens.dim() == 1 and tokens.untyped_storage().data_ptr() not in self._given
-        if made_inside and rows > 1 and bool((tokens == torch.arange(rows, device=tokens.device)).all()):
+        if tokens.untyped_storage().data_ptr() not in self._given:
+            self._refuse_numbers(layer, tokens)
+        return tokens
+
+    def _refuse_numbers(self, layer: Layer, tokens: Tensor) -> None:
+        """Numbers in order that were made inside of the model, as many as there are rows, may be anything."""
+        count = len(tokens) if tokens.dim() == 1 else 0
+        if count > 1 and bool((tokens == torch.arange(count, device=tokens.device)).all()):
             raise QuellError(
-                f"{layer.name} (Embedding) is given the numbers 0 to {rows - 1} in a batch of {rows} rows: they may be "
-                "positions that all examples share, or one token of each; give positions a first dimension of 1 "
+                f"{layer.name} (Embedding) is given the numbers 0 to {count - 1} in a batch of {count} rows: they may "
+                "be positions that all examples share, or one token of each; give positions a first dimension of 1 "
                 "(positions[None])"
             )
-        return tokens
 
     @property
     def rows_seen(self) -> int | None:
         return self._rows
+
+    def sharing(self) -> set[str]:
+        """The embeddings that were seen to get one row of positions for all examples."""
+        return {layer.name for layer in self._layers.values() if layer.shared}
 
     def called(self, module: nn.Module) -> str:
         return f"{self._layers[id(module)].name} ({type(module).__name__})"
@@ -457,7 +470,7 @@ def _outputs(module: nn.Module, layer: Layer, args: Any, kwargs: Any, given: dic
     devices = list({p.device for p in module.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), swapped(module, **given):
         torch.manual_seed(0)
-        return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor) and v.dim()]
+        return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor)]
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
