@@ -170,19 +170,24 @@ def test_ones_own_loop_with_a_loss_per_example(make):
     assert not optimizer.run.guard._why
 
 
-def test_the_loss_inside_a_language_model_is_refused():
+@pytest.mark.parametrize("lowered", [False, True])
+def test_the_loss_inside_a_language_model_is_refused(lowered):
     """It divides by the tokens of the whole batch. A classifier's divides by the examples, which is fine."""
     model = gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = make_private(model, optimizer, Sentences(True), small_plan())
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+        loss = model(**next(iter(loader))).loss
     with pytest.raises(QuellError, match="the model returns its own loss, and that couples"):
-        model(**next(iter(loader))).loss.backward()
+        loss.backward()
     assert optimizer.run.step == 0
     model = bert()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = make_private(model, optimizer, Sentences(False), small_plan())
     optimizer.zero_grad()
-    model(**next(iter(loader))).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+        loss = model(**next(iter(loader))).loss
+    loss.backward()
     optimizer.step()
     assert optimizer.run.guard._checked
 
