@@ -138,6 +138,13 @@ def test_without_noise_training_is_clipped_sgd(tmp_path, make, clipping, bound):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_bfloat16_inside_the_model_of_a_trainer(plan, tmp_path):
+    """Trainer turns autocast on inside the model's forward, where a hook before it does not see it."""
+    trainer = trainer_of(bert(0.3), tmp_path, plan, {}, {"bf16": True})
+    trainer.train()
+    assert trainer.privacy_report().steps_done == plan.steps
+
+
 def test_training_resumes_from_a_checkpoint(plan, tmp_path):
     key = tmp_path / "key"
     saving = {"save_strategy": "steps", "save_steps": 3}
