@@ -127,7 +127,7 @@ class Probe:
         if tape is None or module is not self.model:
             return
         tape.go_on()
-        if module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             known = tape.known()
             for value in pytree.tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor) and id(value) not in known:
@@ -168,7 +168,7 @@ class Probe:
     def _refuse_parameters(self, tape: Tape) -> None:
         """A parameter that gets into the loss around the model has a gradient of no example, and of no layer."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for leaf in _leaves(tape.reached()):
+        for leaf in _leaves(tape):
             if id(leaf) in names:
                 raise QuellError(
                     f"the loss reaches {names[id(leaf)]} around the model's output, where it cannot be clipped: leave "
@@ -342,18 +342,16 @@ def _floats(values: Any) -> list[Tensor]:
     return [v.detach() for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
-def _leaves(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The trainable tensors that autograd would come to from these."""
-    waiting: list[Any] = []
-    for tensor in tensors:
-        if tensor.grad_fn is None:
-            yield tensor
-        waiting.append(tensor.grad_fn)
-    seen: set[Any] = {None}
+def _leaves(tape: Tape) -> Iterator[Tensor]:
+    """The trainable tensors that autograd would come to from the loss, other than through the model's outputs."""
+    assert tape.loss is not None
+    outputs = {id(value) for entry in tape.entries if entry.model for value in entry.made}
+    waiting: list[Any] = [tape.loss.grad_fn]
+    seen: set[Any] = {None, *tape.model_nodes}
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen.add(node)
-            if hasattr(node, "variable"):
+            if hasattr(node, "variable") and id(node.variable) not in outputs:
                 yield node.variable
             waiting += [before for before, _ in node.next_functions]
