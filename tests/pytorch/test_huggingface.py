@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from quell.errors import QuellError
 from quell.torch import make_private
-from tests.pytorch.conftest import small_plan
+from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
 from tests.pytorch.training import without_noise
 
 transformers = pytest.importorskip("transformers")
@@ -232,6 +232,19 @@ def test_an_examples_loss_does_not_depend_on_the_others():
 def test_arguments_that_would_break_the_promise_are_refused(plan, tmp_path, options, message):
     with pytest.raises(QuellError, match=message):
         trainer_of(bert(), tmp_path, plan, None, options)
+
+
+@pytest.mark.parametrize("private", [{"physical_batch_size": 3}, {"fixed_shape": True}])
+def test_parts_of_batches_of_random_size_are_refused(tmp_path, private):
+    """Trainer would stop early: it takes as many parts as the loader has on average."""
+    with pytest.raises(QuellError, match="Trainer has to know how many: leave them out"):
+        trainer_of(bert(), tmp_path, unpriced_poisson_plan(), private)
+
+
+def test_parts_of_fixed_batches(plan, tmp_path):
+    trainer = trainer_of(bert(), tmp_path, plan, {"physical_batch_size": 3})
+    trainer.train()
+    assert trainer.privacy_report().steps_done == plan.steps
 
 
 def test_a_loss_that_is_not_per_example_is_refused(plan, tmp_path):

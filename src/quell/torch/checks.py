@@ -36,7 +36,9 @@ def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any) -> None:
     if isinstance(optimizer, LRScheduler):
         raise QuellError("optimizer is a scheduler: pass its optimizer; schedulers work on what make_private returns")
     if not isinstance(optimizer, Optimizer):
-        raise QuellError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim optimizer")
+        raise QuellError(
+            f"optimizer is a {type(optimizer).__name__}: pass one torch.optim optimizer (with parameter groups)"
+        )
     if isinstance(optimizer, LBFGS):
         raise QuellError(
             "LBFGS looks at a batch several times per step, and a plan has noise for once: use SGD or Adam"
@@ -97,7 +99,7 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         if mixes or tracks:
             raise QuellError(
                 f"{name or 'the model'} is a {type(module).__name__}, which mixes the examples of a batch, so no "
-                "example's gradient can be clipped: use GroupNorm (opacus.validators.ModuleValidator.fix replaces it)"
+                "example's gradient can be clipped: use GroupNorm or LayerNorm instead"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise QuellError(

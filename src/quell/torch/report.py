@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 import torch
 
@@ -137,9 +137,4 @@ _ASSUMPTIONS = {
 
 def _versions() -> dict[str, str]:
     found = {"quell": quell.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    for name in ("opacus", "dp-accounting"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {**found, "dp-accounting": version("dp-accounting")}
