@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from quell.errors import QuellError
 from quell.torch import make_private
-from tests.pytorch.conftest import small_plan
+from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
 from tests.pytorch.training import without_noise
 
 transformers = pytest.importorskip("transformers")
@@ -138,6 +138,13 @@ def test_without_noise_training_is_clipped_sgd(tmp_path, make, clipping, bound):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_bfloat16_inside_the_model_of_a_trainer(plan, tmp_path):
+    """Trainer turns autocast on inside the model's forward, where a hook before it does not see it."""
+    trainer = trainer_of(bert(0.3), tmp_path, plan, {}, {"bf16": True})
+    trainer.train()
+    assert trainer.privacy_report().steps_done == plan.steps
+
+
 def test_training_resumes_from_a_checkpoint(plan, tmp_path):
     key = tmp_path / "key"
     saving = {"save_strategy": "steps", "save_steps": 3}
@@ -170,19 +177,24 @@ def test_ones_own_loop_with_a_loss_per_example(make):
     assert not optimizer.run.guard._why
 
 
-def test_the_loss_inside_a_language_model_is_refused():
+@pytest.mark.parametrize("lowered", [False, True])
+def test_the_loss_inside_a_language_model_is_refused(lowered):
     """It divides by the tokens of the whole batch. A classifier's divides by the examples, which is fine."""
     model = gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = make_private(model, optimizer, Sentences(True), small_plan())
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+        loss = model(**next(iter(loader))).loss
     with pytest.raises(QuellError, match="the model returns its own loss, and that couples"):
-        model(**next(iter(loader))).loss.backward()
+        loss.backward()
     assert optimizer.run.step == 0
     model = bert()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = make_private(model, optimizer, Sentences(False), small_plan())
     optimizer.zero_grad()
-    model(**next(iter(loader))).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+        loss = model(**next(iter(loader))).loss
+    loss.backward()
     optimizer.step()
     assert optimizer.run.guard._checked
 
@@ -220,6 +232,19 @@ def test_an_examples_loss_does_not_depend_on_the_others():
 def test_arguments_that_would_break_the_promise_are_refused(plan, tmp_path, options, message):
     with pytest.raises(QuellError, match=message):
         trainer_of(bert(), tmp_path, plan, None, options)
+
+
+@pytest.mark.parametrize("private", [{"physical_batch_size": 3}, {"fixed_shape": True}])
+def test_parts_of_batches_of_random_size_are_refused(tmp_path, private):
+    """Trainer would stop early: it takes as many parts as the loader has on average."""
+    with pytest.raises(QuellError, match="Trainer has to know how many: leave them out"):
+        trainer_of(bert(), tmp_path, unpriced_poisson_plan(), private)
+
+
+def test_parts_of_fixed_batches(plan, tmp_path):
+    trainer = trainer_of(bert(), tmp_path, plan, {"physical_batch_size": 3})
+    trainer.train()
+    assert trainer.privacy_report().steps_done == plan.steps
 
 
 def test_a_loss_that_is_not_per_example_is_refused(plan, tmp_path):

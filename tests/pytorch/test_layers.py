@@ -205,3 +205,34 @@ def test_positions_that_might_be_tokens_are_refused_unless_they_were_seen_to_be_
         model(torch.zeros(4, 4, dtype=torch.int64))
     model(torch.zeros(3, 4, dtype=torch.int64))
     assert model(torch.zeros(4, 4, dtype=torch.int64)).shape == (4, 4, 3)
+
+
+class Dropped(nn.Module):
+    """A layer that the engine writes out, with dropout inside, and after it by a function."""
+
+    def __init__(self, layer, inputs=1):
+        super().__init__()
+        self.layer, self.inputs = layer, inputs
+
+    def forward(self, x):
+        found = self.layer(*[x] * self.inputs)
+        return nn.functional.dropout(found[0] if isinstance(found, tuple) else found, 0.3, self.training)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Dropped(nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True), inputs=3),
+        lambda: Dropped(nn.TransformerEncoderLayer(6, 2, 12, 0.3, batch_first=True)),
+        lambda: Dropped(nn.LSTM(6, 3, 2, dropout=0.3, batch_first=True)),
+        lambda: Dropped(nn.GRU(6, 3, 2, dropout=0.3, batch_first=True, bidirectional=True)),
+    ],
+)
+def test_dropout_around_written_out_layers_passes_the_look_at_the_first_batch(make):
+    torch.manual_seed(0)
+    model = make()
+    shares = [(m, m.dropout) for m in model.modules() if isinstance(m, (nn.RNNBase, nn.MultiheadAttention))]
+    engine = LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    model(torch.randn(4, 5, 6)).square().sum().backward()
+    assert engine.collect()[0] == 4
+    assert all(module.dropout == share == 0.3 for module, share in shares)

@@ -305,7 +305,46 @@ def test_a_model_that_returns_the_mean_of_its_examples_losses():
     own_steps(private(OwnLoss(), data=sentences(torch.full((40,), 5))))  # as many tokens everywhere
 
 
+def test_a_model_in_eval_mode_is_probed_like_any_other():
+    """Hugging Face's from_pretrained returns models in eval mode, and loops forget model.train()."""
+    trio = private(network().eval())
+    with pytest.raises(QuellError, match="the loss couples"):
+        three_steps(trio, lambda out, y: cross_entropy(out, y, weight=WEIGHTS))
+    assert trio[1].run.step == 0
+    three_steps(private(network().eval()))
+    with pytest.raises(QuellError, match="returns its own loss"):
+        own_steps(private(OwnLoss().eval(), data=sentences(1 + torch.arange(40) % 5)))
+
+
 # Parameters outside (P3, L4)
+
+
+@pytest.mark.parametrize("clipping", MODES)
+def test_passes_beside_the_loss_may_use_any_parameters(clipping):
+    """A teacher whose outputs are detached, and a look at the loss in eval mode, without torch.no_grad()."""
+    model, optimizer, loader = private(clipping=clipping)
+    teacher = network()
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        if clipping == "layers":  # "microbatch" takes one forward pass per loss
+            model.eval()
+            cross_entropy(model(x), y).item()
+            model.train()
+        wanted = teacher(x).detach()
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), wanted).backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+
+
+def test_a_teacher_that_is_trained_is_refused_also_where_it_is_changed_in_place():
+    model, _, loader = private()
+    teacher = network()
+    x, _ = next(iter(loader))
+    wanted = teacher(x.detach().as_subclass(torch.Tensor))
+    loss = (model(x) * wanted).mean()
+    wanted.add_(1.0)
+    with pytest.raises(QuellError, match="a trainable tensor of shape"):
+        loss.backward()
 
 
 def test_parameters_of_a_second_optimizer():

@@ -36,7 +36,9 @@ def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any) -> None:
     if isinstance(optimizer, LRScheduler):
         raise QuellError("optimizer is a scheduler: pass its optimizer; schedulers work on what make_private returns")
     if not isinstance(optimizer, Optimizer):
-        raise QuellError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim optimizer")
+        raise QuellError(
+            f"optimizer is a {type(optimizer).__name__}: pass one torch.optim optimizer (with parameter groups)"
+        )
     if isinstance(optimizer, LBFGS):
         raise QuellError(
             "LBFGS looks at a batch several times per step, and a plan has noise for once: use SGD or Adam"

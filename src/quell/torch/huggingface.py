@@ -108,10 +108,16 @@ class PrivateTrainer(Trainer):
         epochs = self.plan.epochs
         several = args.world_size > 1 or args.n_gpu > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled
         problems = {
-            "Trainer on several devices is not supported: set CUDA_VISIBLE_DEVICES, or use make_private in your own "
-            "loop, which is": several,
+            "Trainer on several devices is not supported: set CUDA_VISIBLE_DEVICES to one, or write your own loop with "
+            "make_private, which supports DDP and FSDP2": several,
+            "physical_batch_size and fixed_shape split batches of random size into more or fewer parts; Trainer has "
+            "to know how many: leave them out, plan with sampling='cyclic', or write your own loop with make_private": (
+                self.plan.mechanism.guarantee.sampling != "cyclic"
+                and bool(self._private.get("physical_batch_size") or self._private.get("fixed_shape"))
+            ),
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} must be 1: batches are the plan's; for "
-            "less memory pass private={'clipping': 'microbatch'}": args.gradient_accumulation_steps != 1,
+            "less memory turn gradient_checkpointing on, or plan with sampling='cyclic' and pass "
+            "private={'physical_batch_size': 8}": args.gradient_accumulation_steps != 1,
             "fp16 scales the loss, and with it what clipping sees: use bf16": args.fp16,
             f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass num_train_epochs={epochs}, "
             "or make a plan for more": args.max_steps < 0 and args.num_train_epochs > epochs,

@@ -139,8 +139,8 @@ def _counted(optimizer: PrivateOptimizer) -> Any:
 def _refuse_what_would_break_the_promise(trainer: Any, module: Any, plan: Plan) -> None:
     epochs, steps = plan.epochs, plan.steps
     problems = {
-        "Lightning on several devices is not supported: pass devices=1, or use make_private in your own loop, which "
-        "is": trainer.world_size > 1,
+        "Lightning on several devices is not supported: pass devices=1, or write your own loop with make_private, "
+        "which supports DDP and FSDP2": trainer.world_size > 1,
         f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: batches are the plan's; for less memory "
         "pass clipping='microbatch'": trainer.accumulate_grad_batches != 1,
         "gradient_clip_val clips the noisy mean: leave it out, every example's gradient is clipped to "

@@ -94,6 +94,7 @@ class Tape:
     entries: list[_Entry] = field(default_factory=list)
     loss: Tensor | None = None
     weights: Any = None  # backward's argument
+    model_nodes: list[Any] = field(default_factory=list)  # where the model's outputs hang in autograd's graph
     _alive: list[weakref.ref[Tensor]] = field(default_factory=list)
     _started: Any = None
 
@@ -137,6 +138,7 @@ class Tape:
     def note_model(self, model: Any, args: Any, kwargs: Any, made: Any, began: Any) -> None:
         """Write a pass through the model down."""
         found = [value for value in pytree.tree_leaves(made) if isinstance(value, Tensor)]
+        self.model_nodes += [value.grad_fn for value in found]
         self._write(_Entry(model, args, kwargs, found, _autocast(found), True, (began, own_states())))
 
     def _write(self, entry: _Entry) -> None:
@@ -215,12 +217,6 @@ class Tape:
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
         ]
-
-    def reached(self) -> list[Tensor]:
-        """Tensors with a gradient that came into the loop's work from elsewhere, neither batch nor model output."""
-        own = self.known()
-        used = [(entry.args, entry.kwargs) for entry in self.entries if not entry.model]
-        return [v for v in pytree.tree_leaves(used) if isinstance(v, Tensor) and v.requires_grad and id(v) not in own]
 
 
 def _autocast(made: Sequence[Any]) -> tuple[str, torch.dtype, bool]:

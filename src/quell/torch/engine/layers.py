@@ -76,6 +76,7 @@ class LayerEngine(Engine):
         self.sharded = any(is_sharded(parameter) for parameter in self.params.values())
         self._layers: dict[int, Layer] = {}
         self._idle = False  # whether layers run as if they had no taps
+        self.lowered = False  # whether a layer has computed in less than float32, wherever autocast was turned on
         self._rows: int | None = None  # rows of the forward pass that runs now
         self._given: set[int] = set()  # where its inputs lie in memory
         self._collected = 0  # how often sums were collected: gradients of older forward passes are refused
@@ -281,6 +282,7 @@ class LayerEngine(Engine):
                 self._outer[backward] = self._outer.get(within, within)
             found = self._pass(self._outer.get(backward, backward))
             self._require_rows(module, gradients, expected)
+            self.lowered |= gradients[0].element_size() < 4
             trained = self._layers[id(module)].trained
             if not gradients[0].shape[0]:  # an empty batch, of which rules cannot tell the shapes
                 for name in trained.values():
