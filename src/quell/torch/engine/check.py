@@ -55,7 +55,7 @@ class FirstBatch:
     def compare(self) -> None:
         inputs, gradients, engine = self._inputs, self._gradients, self.engine
         self._inputs = None  # the loss, and with it the hooks of its outputs, may live on
-        rows, unit = engine.rows_seen, engine.rows_per_unit
+        rows, unit = engine.rows, engine.rows_per_unit
         known = [gradient for gradient in gradients if gradient is not None]
         if inputs is None or not known or not rows:
             return  # the model was not called as a whole

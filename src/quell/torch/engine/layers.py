@@ -1,8 +1,9 @@
 """The engine: one forward pass, one backward pass that makes no weight gradients, then norms, factors and sums.
 
-Every layer with trained parameters is tapped (`taps.py`). When the gradient of its output arrives, its rule
-(`rules.py`) turns that and the layer's input into pieces (`pieces.py`). Pieces of one backward pass belong together:
-they give every unit's norm over all layers, from that its clipping factor, and then each parameter's clipped sum.
+Every layer with trained parameters is tapped (`taps.py`, `forward.py`). When the gradient of its output arrives, its
+rule (`rules.py`) turns that and the layer's input into pieces (`pieces.py`). Pieces of one backward pass belong
+together: they give every unit's norm over all layers, from that its clipping factor, and then each parameter's clipped
+sum.
 
 A parameter that is used anywhere but in its tapped layer gets a gradient from autograd, which is an error, because it
 would not be clipped. On the first batch one row's gradient is also computed by autograd and compared, parameter by
@@ -11,53 +12,34 @@ parameter (`check.py`).
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.noise.secrecy import never_copied
-from quell.noise.stream import uncompiled
-from quell.torch.checks import in_a_sentence
 from quell.torch.clipping import clip_factors, norm_of
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
-from quell.torch.engine.composite import COMPOSITES
+from quell.torch.engine.forward import Layer, TappedForward
 from quell.torch.engine.pieces import Piece, Rows, merged, norms_of, sums_of, wide
-from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, by_unit, embedding, linear, rule_for
-from quell.torch.engine.taps import Arrived, per_row, swapped, tap, tapped_linear
+from quell.torch.engine.rules import Rule, rule_for
+from quell.torch.engine.taps import Arrived, tap
 from quell.torch.sharding import copies, is_sharded, own_share
 
 Found = dict[str, list[Piece]]  # by the parameter's name
 Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
 
-_NOT_MAPPED = "use clipping='microbatch', or one of the layers that docs/pytorch.md lists"
 _SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
-
-
-@dataclass(eq=False)
-class Layer:
-    """A tapped layer."""
-
-    name: str
-    rule: Rule | None
-    trained: Mapping[str, str]  # from its own names of its parameters to the optimizer's
-    forward: Callable[..., Any]  # as it was before
-    row_by_row: bool | None = None  # whether its parameters may be given to it once for every row
-    shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
 
 
 class LayerEngine(Engine):
@@ -74,11 +56,11 @@ class LayerEngine(Engine):
         super().__init__(params, max_grad_norm, loss_reduction)
         self.model, self.rows_per_unit = model, rows_per_unit
         self.sharded = any(is_sharded(parameter) for parameter in self.params.values())
-        self._layers: dict[int, Layer] = {}
-        self._idle = False  # whether layers run as if they had no taps
+        self.layers: dict[int, Layer] = {}
+        self.idle = False  # whether layers run as if they had no taps
         self.lowered = False  # whether a layer has computed in less than float32, wherever autocast was turned on
-        self._rows: int | None = None  # rows of the forward pass that runs now
-        self._given: set[int] = set()  # where its inputs lie in memory
+        self.rows: int | None = None  # rows of the forward pass that runs now
+        self.given: set[int] = set()  # where its inputs lie in memory
         self._collected = 0  # how often sums were collected: gradients of older forward passes are refused
         self._finished: list[Found] = []
         self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
@@ -93,8 +75,8 @@ class LayerEngine(Engine):
             held = module.named_parameters(recurse=False)
             trained = {own: names[id(p)] for own, p in held if p.requires_grad and id(p) in names}
             if trained:
-                self._layers[id(module)] = Layer(name or "the model", rule_for(module), trained, module.forward)
-                module.forward = _Forward(self, module)
+                self.layers[id(module)] = Layer(name or "the model", rule_for(module), trained, module.forward)
+                module.forward = TappedForward(self, module)
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "rows_per_example": self.rows_per_unit}
@@ -106,161 +88,41 @@ class LayerEngine(Engine):
     # Forward
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if model is self.model and torch.is_grad_enabled() and not self._idle:
+        if model is self.model and torch.is_grad_enabled() and not self.idle:
             tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim()]
-            self._rows = len(tensors[0]) if tensors else None
-            self._given = {v.untyped_storage().data_ptr() for v in tensors}
+            self.rows = len(tensors[0]) if tensors else None
+            self.given = {v.untyped_storage().data_ptr() for v in tensors}
             if self._first is not None:
                 self._first.remember(args, kwargs)
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
-        if model is self.model and torch.is_grad_enabled() and not self._idle and self._first is not None:
+        if model is self.model and torch.is_grad_enabled() and not self.idle and self._first is not None:
             self._first.watch(outputs)
-
-    def run(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """A tapped layer's forward pass."""
-        layer = self._layers[id(module)]
-        if type(module) in COMPOSITES:
-            return COMPOSITES[type(module)](self, module, *args, **kwargs)
-        if layer.rule is None:
-            return self._run_without_rule(module, layer, args, kwargs)
-        (x,) = args or tuple(kwargs.values())
-        if layer.rule is linear:
-            weight, bias = module.weight, module.bias
-            anchor = weight if weight.requires_grad else bias
-            return tapped_linear(x, weight, bias, anchor, self._arrival(module, linear))
-        if layer.rule is embedding:
-            x = self._own_rows(layer, x)
-        elif layer.rule in LOWERED and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        with swapped(module):
-            y = layer.forward(x)
-        (y,) = self.tapped(module, layer.rule, (y,), (x,))
-        return y
 
     def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
         anchor = next(p for p in module.parameters(recurse=False) if p.requires_grad)
-        return tap(outputs, inputs, anchor, self._arrival(module, rule))
-
-    def _run_without_rule(self, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> Any:
-        """Parameters whose first dimension is 1 row by row where the layer can take them so, others by torch.func."""
-        if layer.row_by_row is None:
-            layer.row_by_row = self._takes_rows(module, layer, args, kwargs)
-        if layer.row_by_row:  # None, in a batch of one row, is as good as False
-            with swapped(module, **self._row_by_row(module, layer)):
-                return layer.forward(*args, **kwargs)
-        values, structure = pytree.tree_flatten((args, kwargs))
-        with swapped(module):
-            outputs, shape = pytree.tree_flatten(layer.forward(*args, **kwargs))
-        made = [place for place, value in enumerate(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
-        given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
-        tensors = [values[place] for place in given]
-        for place in given:
-            values[place] = None  # kept by the tap, where gradient checkpoints can drop it
-
-        def call(params: dict[str, Tensor], *batch: Any) -> tuple[Tensor, ...]:
-            again = list(values)
-            for place, value in zip(given, batch, strict=True):
-                again[place] = value
-            again_args, again_kwargs = pytree.tree_unflatten(again, structure)
-            others = {name: p.detach() for name, p in module.named_parameters() if name not in params}
-            found = pytree.tree_leaves(functional_call(module, {**others, **params}, again_args, again_kwargs))
-            return tuple(found[place] for place in made)
-
-        def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
-            with in_a_sentence(f"making per-example gradients of {self.called(module)} by torch.func", _NOT_MAPPED):
-                return self.unwatched(lambda: list(by_torch_func(module, call, inputs, gradients, rows)))
-
-        found = self.tapped(module, rule, [outputs[place] for place in made], tensors)
-        for place, value in zip(made, found, strict=True):
-            outputs[place] = value
-        return pytree.tree_unflatten(outputs, shape)
-
-    def _row_by_row(self, module: nn.Module, layer: Layer) -> dict[str, Tensor]:
-        assert self._rows is not None
-        own = module._parameters
-        return {name: per_row(own[name], self._rows, self._arrival(module, _row_rule(name))) for name in layer.trained}
-
-    def _takes_rows(self, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:
-        """Whether every (1, ...) parameter may be given once per row: None where a single row cannot tell.
-
-        The output must be the same, and a change to one row's copy must change that row of the output alone. Outputs
-        without rows, such as a loss, do not show whose copy they used.
-        """
-        own = {name: module._parameters[name] for name in layer.trained}
-        if any(p is None or p.dim() < 2 or len(p) != 1 for p in own.values()):
-            return False
-        if self._rows is None or self._rows < 2:
-            return None
-        whole = {name: p.detach().expand(self._rows, *p.shape[1:]) for name, p in own.items() if p is not None}
-        changed = {name: p.clone() for name, p in whole.items()}
-        for p in changed.values():
-            p[0] += 1.0
-        with torch.no_grad():
-            try:
-                plain, same, other = (
-                    self.unwatched(partial(_outputs, module, layer, args, kwargs, given))
-                    for given in ({}, whole, changed)
-                )
-            except (RuntimeError, ValueError, IndexError):
-                return False
-        rows = self._rows
-        return bool(plain) and all(
-            a.shape == b.shape == c.shape and a.shape[:1] == (rows,) and _close(a, b) and _close(a[1:], c[1:])
-            for a, b, c in zip(plain, same, other, strict=True)
-        )
+        return tap(outputs, inputs, anchor, self.arrival(module, rule))
 
     def unwatched(self, run: Callable[[], Any]) -> Any:
         """Run the model, or a part of it, as if it had no taps."""
-        before, self._idle = self._idle, True
+        before, self.idle = self.idle, True
         try:
             return run()
         finally:
-            self._idle = before
-
-    def _own_rows(self, layer: Layer, tokens: Tensor) -> Tensor:
-        """Position numbers that all examples share, such as torch.arange(length), once for every example."""
-        rows = self._rows
-        if rows is None:  # a part of the model was called, and nobody knows how many examples it was given
-            self._refuse_numbers(layer, tokens)
-            return tokens
-        if tokens.dim() > 1 and len(tokens) == rows:
-            return tokens
-        if tokens.dim() > 1 and len(tokens) == 1:
-            return tokens.expand(rows, *tokens.shape[1:])
-        if tokens.dim() == 1 and (layer.shared or len(tokens) != rows):
-            layer.shared = True
-            return tokens.expand(rows, len(tokens))
-        if tokens.untyped_storage().data_ptr() not in self._given:
-            self._refuse_numbers(layer, tokens)
-        return tokens
-
-    def _refuse_numbers(self, layer: Layer, tokens: Tensor) -> None:
-        """Numbers in order that were made inside of the model, as many as there are rows, may be anything."""
-        count = len(tokens) if tokens.dim() == 1 else 0
-        if count > 1 and bool((tokens == torch.arange(count, device=tokens.device)).all()):
-            raise QuellError(
-                f"{layer.name} (Embedding) is given the numbers 0 to {count - 1} in a batch of {count} rows: they may "
-                "be positions that all examples share, or one token of each; give positions a first dimension of 1 "
-                "(positions[None])"
-            )
-
-    @property
-    def rows_seen(self) -> int | None:
-        return self._rows
+            self.idle = before
 
     def sharing(self) -> set[str]:
         """The embeddings that were seen to get one row of positions for all examples."""
-        return {layer.name for layer in self._layers.values() if layer.shared}
+        return {layer.name for layer in self.layers.values() if layer.shared}
 
     def called(self, module: nn.Module) -> str:
-        return f"{self._layers[id(module)].name} ({type(module).__name__})"
+        return f"{self.layers[id(module)].name} ({type(module).__name__})"
 
     # Backward
 
-    def _arrival(self, module: nn.Module, rule: Rule) -> Arrived:
-        within, used, expected = torch._C._current_graph_task_id(), [False], self._rows
+    def arrival(self, module: nn.Module, rule: Rule) -> Arrived:
+        within, used, expected = torch._C._current_graph_task_id(), [False], self.rows
         made_at = self._collected
         if within >= 0:  # a reentrant checkpoint runs its layers again, and has a backward pass of its own
             self._pass(within)
@@ -283,7 +145,7 @@ class LayerEngine(Engine):
             found = self._pass(self._outer.get(backward, backward))
             self._require_rows(module, gradients, expected)
             self.lowered |= gradients[0].element_size() < 4
-            trained = self._layers[id(module)].trained
+            trained = self.layers[id(module)].trained
             if not gradients[0].shape[0]:  # an empty batch, of which rules cannot tell the shapes
                 for name in trained.values():
                     found[name].append(Rows(gradients[0].new_zeros(0, self.params[name].numel())))
@@ -438,49 +300,3 @@ def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
     made = iter(norms_of([piece for parts in groups for piece in parts]))
     norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
-
-
-class _Forward:
-    """What stands in for a tapped layer's forward method. A copy of the layer has none of its taps."""
-
-    def __init__(self, engine: LayerEngine | None, module: nn.Module) -> None:
-        self.engine, self.module = engine, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = uncompiled(self._run) if torch.compiler.is_compiling() else self._run
-        return run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        if engine is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        if engine._idle or not torch.is_grad_enabled():
-            return engine._layers[id(self.module)].forward(*args, **kwargs)
-        return engine.run(self.module, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(None, copy.deepcopy(self.module, memo))
-
-    __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
-
-    def __repr__(self) -> str:
-        return "<tapped forward>"
-
-
-def _outputs(module: nn.Module, layer: Layer, args: Any, kwargs: Any, given: dict[str, Tensor]) -> list[Tensor]:
-    """A layer's outputs with other parameters, always with the same random numbers."""
-    devices = list({p.device for p in module.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices), swapped(module, **given):
-        torch.manual_seed(0)
-        return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor)]
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-5))
-
-
-def _row_rule(name: str) -> Rule:
-    def rule(layer: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
-        yield name, Rows(by_unit(gradients[0], rows).sum(1).unsqueeze(1))
-
-    return rule
