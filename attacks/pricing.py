@@ -25,7 +25,7 @@ from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Particip
 from quell.strategy import Strategy
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
-SHARES = {"cyclic": 0.87, "balls_in_bins": 0.08, "cyclic_poisson": 0.02, "poisson": 0.02, "b_min_sep": 0.01}
+SHARES = {"cyclic": 0.97, "balls_in_bins": 0.01, "cyclic_poisson": 0.01, "poisson": 0.005, "b_min_sep": 0.005}
 # schemes that only take strategies with few bands: no other family is worth a try
 BANDED = ("identity", "bsr", "band_toeplitz", "band", "diagonal")
 INSTEAD = {"poisson": ("identity", "diagonal"), "cyclic_poisson": BANDED, "b_min_sep": BANDED}
