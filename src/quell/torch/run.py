@@ -167,8 +167,13 @@ class Run:
         due, before = self.unfinished.received, self.unfinished.units
         if due is None or due.filled_to is None:
             return units
+        if before or units != due.filled_to:
+            raise QuellError(
+                f"a backward pass came for {units:,} of the {due.filled_to:,} places of a filled batch: which are "
+                "examples is only known of the whole, so take it in one pass, or pass fixed_shape=False"
+            )
         self.unfinished.units += units
-        return min(units, max(0, due.examples - before))
+        return due.examples
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must have in common."""
