@@ -81,7 +81,7 @@ def test_every_row_of_a_filled_batch_is_used_once(change):
     x, y = next(iter(loader))
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(change(x)), change(y)).backward()
-    with pytest.raises(QuellError, match="was filled up to|places of a filled batch"):
+    with pytest.raises(QuellError, match=r"was filled up to|places of a filled batch"):
         optimizer.step()
     assert optimizer.run.step == 0
 
