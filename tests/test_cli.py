@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quell import cli, planning, privacy
+from quell.cli import plan, terminal
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
 
@@ -69,7 +70,7 @@ def test_left_over_steps_allow_one_more_participation():
 def test_price_prints_a_table_and_a_promise():
     text = quell("price", "lambda-cgd", "--lambda", "0.9", "--column-normalise", *RUN)
     assert "lambda_cgd* λ=0.9" in text
-    assert "Promise: (8, 1e-05)-DP" in text
+    assert "Promise: (8, 10⁻⁵)-DP" in text
 
 
 def test_plan_saves_a_file_that_verifies(tmp_path):
@@ -103,7 +104,7 @@ def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
 
 
 def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
-    monkeypatch.setattr(cli.questions, "plan_for_rmse", lambda setup, target, progress: planning.make_plan(setup))
+    monkeypatch.setattr(plan.questions, "plan_for_rmse", lambda setup, target, progress: planning.make_plan(setup))
     for more in ([], ["--objective", "rmse"]):
         assert json.loads(quell(*PLAN, "--target-rmse", "9", *more, "--json"))["setup"]["objective"] == "rmse"
     assert json.loads(quell(*PLAN, "--json"))["setup"]["objective"] == "training"
@@ -122,7 +123,7 @@ def test_compare_sweeps_horizons():
 
 
 def test_json_has_the_documented_keys(tmp_path, monkeypatch):
-    """Those of `train` are in tests/trial."""
+    """Those of `train` are in tests/train."""
 
     def printed(*arguments: str):
         return json.loads(quell(*arguments, "--json"))
@@ -177,14 +178,17 @@ def test_help_shows_examples_and_every_command():
         (["price", "identity", *RUN, "--separation", "4000"], "separation=4000 exceeds"),
         (["price", "identity", *RUN, "--momentum", "1"], "momentum < weight_decay"),
         (["compare", "bisr", "--bands", "4", *RUN], "compare sweeps exactly one parameter"),
-        (["compare", "bisr", "--bands", "two,four", *RUN], "is not a sweep"),
+        (["compare", "bisr", "--bands", "two,four", *RUN], "neither a number nor a sweep"),
         ([*PLAN, "--memory", "lots"], "must be a number of model copies"),
         ([*PLAN, "--batch-size", "0"], "batch_size=0 must be"),
         ([*PLAN, "--epochs", "0"], "epochs=0 must be"),
         ([*PLAN, "--steps", "60"], "does not go with --batch-size, --epochs"),
         ([*PLAN, "--step-seconds", "0.1"], "--step-seconds is for --noise-share"),
         (["price", "bisr", "--bands", "4", "--lambda", "0.5", *RUN], "it takes bands, column_normalise"),
-        ([*PLAN, "--target-rmse", "9", "--objective", "training"], "does not go with --objective training"),
+        (
+            [*PLAN, "--target-rmse", "9", "--objective", "training"],
+            "a target RMSE minimises the rmse, not the objective training",
+        ),
         (["verify", "/nowhere/plan.json"], "cannot read the plan"),
         ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write the plot"),
     ],
@@ -310,13 +314,13 @@ def test_ctrl_c_ends_with_one_line():
 
 
 def test_progress_counts_only_what_is_known():
-    progress = cli.Progress(cli._Count())
+    progress = terminal.Progress(terminal.Count())
     task = progress.add_task("pricing", total=None)
-    assert str(cli._Count().render(progress.tasks[task])) == ""
+    assert str(terminal.Count().render(progress.tasks[task])) == ""
     progress.update(task, completed=3, total=7)
-    assert str(cli._Count().render(progress.tasks[task])) == "3/7"
+    assert str(terminal.Count().render(progress.tasks[task])) == "3/7"
 
 
 def test_fast_does_not_silently_drop_a_scheme():
-    with pytest.raises(QuellError, match="--fast goes without amplification"):
+    with pytest.raises(QuellError, match="--fast means --sampling cyclic"):
         quell(*PLAN, "--sampling", "poisson")

@@ -71,8 +71,7 @@ def test_noise_must_fit_memory_draws_and_time():
     fitting = {(b, d) for b in range(8) for d in range(1, 8) if setup.fits(SimpleNamespace(buffers=b, draws=d))}
     assert fitting == {(b, d) for b in range(3) for d in range(1, 5) if 1 + b + d - 1 <= 4.5}
     plan = quell.plan(**SMALL, time_limit=TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=3.5))
-    told = re.search(r"Error against memory: (.*)", plan.explain())[1]
-    copies = [int(found) for found in re.findall(r"(\d+) model cop", told)]
+    copies = [int(found) for found in re.findall(r"Best with (\d+) model cop", plan.explain())]
     assert copies
     assert max(copies) <= 2  # more memory would be of no use
 

@@ -11,7 +11,7 @@ import quell
 from quell import cache, costs, files, planning
 from quell.errors import QuellError
 from quell.noise import Key
-from quell.trial import data
+from quell.train import data
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes and devices by name")
 

@@ -89,18 +89,18 @@ def test_a_separation_that_contradicts_the_epochs_is_refused():
 
 
 def test_a_caption_explains_the_letters_of_its_table_and_no_others(table4):
-    from quell.report import mechanism_table
+    from quell.show.tables import mechanism_table
 
     one = table4.price("band_inv", bands=2, divergence=3.0)
     other = table4.price("blt", buffers=1, horizon=50)
-    assert all(letter in mechanism_table(table4, [one, other]).caption for letter in ("p: ", "d: ", "h: ", "R: "))
-    assert not any(letter in mechanism_table(table4, [one]).caption for letter in ("d: ", "h: ", "*: ", "train: "))
+    assert all(letter in mechanism_table([one, other], 1.0).caption for letter in ("p: ", "d: ", "h: ", "R: "))
+    assert not any(letter in mechanism_table([one], 1.0).caption for letter in ("d: ", "h: ", "*: ", "train: "))
 
 
 def test_printed_noise_is_never_below_the_noise_that_is_needed(table4):
-    from quell.report import mechanism_table
+    from quell.show.tables import mechanism_table
 
     for name, options in (("identity", {}), ("bisr", {"bands": 3}), ("lambda_cgd", {"lambda": 0.77})):
         priced = table4.price(name, **options)
-        table = mechanism_table(table4, [priced])
+        table = mechanism_table([priced], 1.0)
         assert float(next(iter(table.columns[2].cells))) >= priced.noise_multiplier

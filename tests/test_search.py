@@ -120,9 +120,9 @@ def test_allowed_schemes_are_respected():
 def test_explanations_name_the_scheme_the_gain_and_the_promise(found):
     text = found.explain()
     assert found.mechanism.sampling in text
-    assert "as if you had trained DP-SGD at ε=" in text or "Use DP-SGD" in text
-    assert "Promise: (6, 1e-05)-DP per example" in text
-    assert "twice the epochs" in text
+    assert "DP-SGD would need ε = " in text or "Use DP-SGD" in text
+    assert "Promise: (6, 10⁻⁵)-DP per example" in text
+    assert "Twice the epochs" in text
     assert "<pre>" in found._repr_html_()
 
 

@@ -37,10 +37,10 @@ _HOMES = {
 _ROOMS = (
     "bounds",
     "costs",
+    "curves",
     "error",
     "noise",
     "objective",
-    "page",
     "privacy",
     "questions",
     "quick",

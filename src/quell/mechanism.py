@@ -88,7 +88,11 @@ class Mechanism:
         return self.strategy.recurrence.draws
 
     def __repr__(self) -> str:
-        return f"<{describe(self.strategy)}: σ={at_least(self.noise_multiplier)}, RMSE {self.rmse:.4g}, {self.claim}>"
+        known = "certified" if self.certified else "estimated"
+        return (
+            f"<{describe(self.strategy)}: σ={at_least(self.noise_multiplier)} ({known}, {self.sampling} sampling), "
+            f"RMSE {self.rmse:.4g}>"
+        )
 
 
 @dataclass(frozen=True)
@@ -216,10 +220,6 @@ class Problem:
         bound = bounds.lower_bound(self.workload, self.cycle.participation)
         return bound.value * gaussian_sigma(self.epsilon, self.delta)
 
-    def promise(self, mechanism: Mechanism) -> str:
-        """The guarantee in words, with the unit of privacy that this problem is about."""
-        return str(mechanism.guarantee).replace("per example", f"per {self.unit}")
-
     def row(self, mechanism: Mechanism) -> dict[str, Any]:
         """The mechanism as plain data: the keys of `--json` and of plan files (documented in docs/json.md)."""
         guarantee, solution = mechanism.guarantee, mechanism.strategy.solution
@@ -253,7 +253,7 @@ class Problem:
                 "unit": self.unit,
                 "adjacency": guarantee.adjacency,
                 "sampling": guarantee.sampling,
-                "method": guarantee.method.split(" (")[0],
+                "method": guarantee.method,
                 "failure_probability": guarantee.failure_probability,
                 "sensitivity": guarantee.sensitivity.kind,
                 "sensitivity_method": guarantee.sensitivity.method,

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import threadpool_limits
 
@@ -23,6 +23,12 @@ from quell.quick import quick_epsilon
 from quell.sampling import Cyclic
 from quell.search import Progress, rank, search
 from quell.setup import Setup
+from quell.show import plots, tables, words
+from quell.show.page import write
+from quell.show.page.document import document
+
+if TYPE_CHECKING:
+    from quell.questions import Answers
 
 FORMAT, VERSION = "quell-plan", 2
 MOST_ROWS, MOST_BYTES = 256, 1 << 27  # of a plan file; plans have about twenty rows, and a few megabytes at most
@@ -68,20 +74,43 @@ class Plan:
         """The ε that DP-SGD would have to spend for the recommended mechanism's RMSE, about."""
         return equivalent_epsilon(self.problem, self.mechanism)
 
+    @cached_property
+    def answers(self) -> Answers:
+        """What has to be computed before the plan can be explained; takes about a second."""
+        from quell.questions import answers
+
+        return answers(self)
+
     def explain(self) -> str:
         """Why this mechanism, what it buys, and what would change the answer, in plain sentences."""
-        return self._explanation
+        return "\n".join(words.explanation(self, self.answers))
 
     @cached_property
-    def _explanation(self) -> str:  # takes a second, and pages ask three times
-        from quell.report import explanation
+    def page_content(self) -> dict[str, Any]:
+        """The data of the plan's page: sentences, rows and curves."""
+        from quell.curves import page_content
 
-        return explanation(self)
+        return page_content(self, self.answers, thorough=True)
+
+    def page(self) -> str:
+        """The plan as one HTML page that needs no network.
+
+        >>> page = plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5, sampling="cyclic").page()
+        >>> page.startswith("<!doctype html>") and "://" not in page.replace("http://www.w3.org/2000/svg", "")
+        True
+        """
+        return document(self.page_content, str(self)).html
+
+    def write_page(self, path: str | Path) -> None:
+        """Write `page()` to a file."""
+        write(self.page(), path)
+
+    def draw(self, path: str | Path) -> None:
+        """Write the page's charts as a picture: .png, .svg or .pdf."""
+        plots.draw_plan(self.page_content, path)
 
     def _repr_html_(self) -> str:
-        from quell.report import plan_html
-
-        return plan_html(self)
+        return tables.plan_html(self, self.answers)
 
     @property
     def epochs(self) -> int:
@@ -147,9 +176,7 @@ class Plan:
         return verified_plan(path)
 
     def __str__(self) -> str:
-        from quell.report import plan_text
-
-        return plan_text(self)
+        return tables.plan_text(self, self.answers)
 
 
 def plan(*, progress: Progress | None = None, **setup: Any) -> Plan:

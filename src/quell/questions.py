@@ -1,6 +1,6 @@
-"""Questions around a plan: what would change it, what a given error costs, how many epochs fixed steps should have.
+"""Questions around a plan: what would change it, which ε a given error needs, how many epochs fixed steps should have.
 
-Answers are estimates (`quell.quick`), but for `plan_for_rmse`, which ends in a certified plan.
+All answers are estimates (`quell.quick`) except `plan_for_rmse`, which ends in a certified plan.
 
 Runs of different length are compared by their error *per example seen*, RMSE / (epochs × examples): the sum of
 gradients that training follows grows with the number of examples seen, so that is noise relative to progress.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from threadpoolctl import threadpool_limits
 
@@ -18,8 +19,10 @@ from quell.errors import QuellError, require_count, require_finite
 from quell.mechanism import Mechanism, Problem
 from quell.planning import Plan, make_plan, problem_of
 from quell.privacy.accountant import round_up
+from quell.sampling import Cyclic
 from quell.search import Progress, pareto, search
 from quell.setup import Setup
+from quell.show import words
 from quell.strategy import build
 from quell.strategy.family import HORIZON
 
@@ -28,25 +31,55 @@ _STURDY = ("identity", "lambda_cgd", "fractional", "band_toeplitz", "blt")  # fo
 
 @dataclass(frozen=True)
 class Change:
-    """A changed set-up, the mechanism it would get, and its error per example seen relative to the plan's."""
+    """A change of the run, the mechanism it would get, and its error relative to the plan's.
+
+    `longer` says that the changed run sees examples more often, so that errors are compared per example seen.
+    """
 
     what: str
     mechanism: Mechanism
     ratio: float
+    longer: bool
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Everything that has to be computed before a plan can be explained or drawn."""
+
+    dpsgd: Mechanism
+    dpsgd_is_estimated: bool  # without amplification estimates are exact
+    equivalent_epsilon: float  # the ε that DP-SGD would need for the recommended mechanism's RMSE
+    lower_bound: float
+    frontier: tuple[Mechanism, ...]  # the best by the plan's objective for so much memory, within the other limits
+    rmse_frontier: tuple[Mechanism, ...]  # of all alternatives, by RMSE
+    changes: tuple[Change, ...]
+
+
+def answers(plan: Plan, thorough: bool = True) -> Answers:
+    """Ask what an explanation of the plan needs; `thorough` adds what would change it, which takes about a second."""
+    any_memory = replace(plan.setup, memory=None)
+    return Answers(
+        plan.problem.dpsgd,
+        plan.problem.dpsgd.sampling != Cyclic.name,
+        plan.dpsgd_equivalent_epsilon,
+        plan.lower_bound,
+        tuple(pareto([each for each in plan.alternatives if any_memory.fits(each)], plan.setup.objective)),
+        tuple(pareto(plan.alternatives, "rmse")),
+        tuple(changes(plan)) if thorough else (),
+    )
 
 
 def changes(plan: Plan) -> Iterator[Change]:
-    """What more memory would do; and, at least, more epochs and larger batches, with the same kind of mechanism."""
+    """What more memory would do; and what more epochs and larger batches would do with the same kind of mechanism."""
     setup, chosen = plan.setup, plan.mechanism
     objective = setup.objective
     for mechanism in pareto(plan.alternatives, objective):
         if mechanism.buffers > setup.buffer_limit and mechanism.score(objective) < 0.97 * chosen.score(objective):
             ratio = mechanism.score(objective) / chosen.score(objective)
-            copies = "1 model copy" if mechanism.buffers == 1 else f"{mechanism.buffers:,} model copies"
-            yield Change(f"{copies} of memory", mechanism, ratio)
+            yield Change(f"Memory for {words.copies(mechanism.buffers)}", mechanism, ratio, longer=False)
             break
     longer, larger = {"epochs": 2 * setup.epochs}, {"batch_size": 2 * setup.batch_size}
-    for what, options in (("twice the epochs", longer), ("batches twice as large", larger)):
+    for what, options in (("Twice the epochs", longer), ("Batches twice as large", larger)):
         if setup.user_level or isinstance(setup.learning_rates, tuple) or options.get("batch_size", 0) > setup.examples:
             continue
         other = replace(setup, sampling=chosen.sampling, **options)  # type: ignore[arg-type]
@@ -56,7 +89,7 @@ def changes(plan: Plan) -> Iterator[Change]:
         except QuellError:  # the mechanism does not go with that
             continue
         seen = other.epochs / setup.epochs
-        yield Change(what, found, found.score(objective) / seen / chosen.score(objective))
+        yield Change(what, found, found.score(objective) / seen / chosen.score(objective), longer=True)
 
 
 def _same_kind(chosen: Mechanism, problem: Problem, separation: int) -> Mechanism:
@@ -69,14 +102,18 @@ def _same_kind(chosen: Mechanism, problem: Problem, separation: int) -> Mechanis
 
 
 def plan_for_rmse(setup: Setup, target: float, progress: Progress | None = None) -> Plan:
-    """The plan with the least ε whose RMSE is at most `target`; the set-up's own ε is where the search starts."""
+    """The plan with the least ε whose RMSE is at most `target`; the search starts at the set-up's own ε."""
+    if setup.objective != "rmse":
+        raise QuellError(
+            f"a plan for a target RMSE minimises the rmse, not the objective {setup.objective}: use objective rmse"
+        )
     if require_finite("target_rmse", target) <= 0:
         raise QuellError(f"target_rmse={target:g} must be positive: it is the error per unit of clip norm")
     epsilon = setup.epsilon
     for _ in range(3):
-        epsilon = _epsilon_of(replace(setup, epsilon=epsilon, objective="rmse"), target, progress)
+        epsilon = _epsilon_of(replace(setup, epsilon=epsilon), target, progress)
     for more in (1.0, 1.004, 1.01, 1.02, 1.04):  # certificates ask for a little more noise than estimates
-        found = make_plan(replace(setup, epsilon=round_up(epsilon * more, 4), objective="rmse"), progress)
+        found = make_plan(replace(setup, epsilon=round_up(epsilon * more, 4)), progress)
         if found.mechanism.rmse <= target:
             return found
     raise QuellError(
@@ -116,6 +153,16 @@ class Choice:
     def noise_per_example(self) -> float:
         """Error per example seen."""
         return self.mechanism.score(self.setup.objective) / (self.setup.epochs * self.setup.examples)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data (documented in docs/json.md)."""
+        return {
+            "epochs": self.setup.epochs,
+            "batch_size": self.setup.batch_size,
+            "mechanism": self.mechanism.name,
+            "sampling": self.mechanism.sampling,
+            "noise_per_example": self.noise_per_example,
+        }
 
 
 def choices_for_steps(steps: int, setup: Setup, progress: Progress | None = None) -> list[Choice]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from PIL import Image
 
 import quell
-from quell import page
 
 from .browser import Browser, chromium
 
@@ -21,7 +20,7 @@ def main(picture: Path) -> None:
     plan = quell.plan(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.html")
-        page.write(plan, report)
+        plan.write_page(report)
         with Browser(program, Path(folder, "profile"), width=900) as browser:
             browser.open(report.as_uri())
             height = browser.run("document.getElementById('privacy-title').getBoundingClientRect().top")

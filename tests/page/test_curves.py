@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quell import privacy, workload
+from quell import curves, privacy, workload
 from quell.mechanism import Problem
-from quell.page import curves
 from quell.sampling import Cyclic, Participation
 from quell.strategy import build
 

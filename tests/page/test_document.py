@@ -12,12 +12,14 @@ from html.parser import HTMLParser
 import pytest
 from typer.testing import CliRunner
 
-from quell import cli, page
+from quell import cli
+from quell.curves import page_content
 from quell.errors import QuellError
-from quell.page.content import content_of, privacy_statement
-from quell.page.document import document
 from quell.planning import Plan, problem_of
+from quell.questions import answers
 from quell.setup import Setup
+from quell.show.page.document import document
+from quell.show.statement import privacy_statement
 
 HOSTILE = '</script><script>alert(1)</script><!-- & "quoted" <img src=x onerror=alert(1)>'
 
@@ -46,19 +48,24 @@ class Reader(HTMLParser):
             self.inside[-1] = (tag, attributes, text + data)
 
 
+def brief(plan: Plan) -> dict:
+    """What the live page gets."""
+    return page_content(plan, answers(plan, thorough=False), thorough=False)
+
+
 def data_of(html: str) -> dict:
     return next(json.loads(text) for _, attributes, text in Reader(html).inside if attributes.get("id") == "data")
 
 
 def test_the_page_is_complete_in_itself(plan):
-    reader = Reader(page.render(plan))
+    reader = Reader(plan.page())
     assert reader.addresses == ["data:,"]
     assert reader.handlers == []
     assert reader.tags.count("script") == 2
 
 
 def test_the_policy_names_exactly_the_inline_style_and_script(plan):
-    made = document(content_of(plan))
+    made = document(plan.page_content)
     for tag, attributes, text in Reader(made.html).inside:
         if "type" not in attributes:
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -69,7 +76,7 @@ def test_the_policy_names_exactly_the_inline_style_and_script(plan):
 
 
 def test_hostile_text_stays_text(plan):
-    content = {**content_of(plan), "setup": HOSTILE}
+    content = {**plan.page_content, "setup": HOSTILE}
     made = document(content, HOSTILE)
     assert Reader(made.html).tags.count("script") == 2
     assert "img" not in Reader(made.html).tags
@@ -87,7 +94,7 @@ def test_scripts_never_turn_text_into_markup():
 
 
 def test_the_page_shows_the_plan(plan):
-    shown = data_of(page.render(plan))["plan"]
+    shown = data_of(plan.page())["plan"]
     assert [row["family"] for row in shown["mechanisms"]] == [mechanism.name for mechanism in plan.alternatives]
     assert plan.alternatives[shown["recommended"]] is plan.mechanism
     assert shown["mechanisms"][shown["recommended"]]["rmse"] == plan.mechanism.rmse
@@ -98,7 +105,7 @@ def test_the_page_shows_the_plan(plan):
 
 
 def test_nothing_beats_the_frontier_by_more_than_half_a_percent(plan):
-    front = [plan.alternatives[index] for index in content_of(plan)["frontier"]]
+    front = [plan.alternatives[index] for index in plan.page_content["frontier"]]
     assert [m.rmse for m in front] == sorted({m.rmse for m in front}, reverse=True)
     for mechanism in plan.alternatives:
         best = min(m.rmse for m in front if m.buffers <= mechanism.buffers)
@@ -106,41 +113,41 @@ def test_nothing_beats_the_frontier_by_more_than_half_a_percent(plan):
 
 
 def test_the_statement_names_unit_neighbours_scheme_and_view(plan):
-    text = " ".join(f"{part['title']}: {part['text']}" for part in privacy_statement(plan))
-    for words in ("Each single example", "zero-out", "Scheme: cyclic", "Every noisy update", "ε = 4", "δ = 1e-05"):
+    text = " ".join(f"{title}: {text}" for title, text in privacy_statement(plan).items())
+    for words in ("Each single example", "zero-out", "Scheme: cyclic", "Every noisy update", "ε = 4", "δ = 10⁻⁵"):
         assert words in text
     assert "in which batch" not in text
 
 
 def test_a_promise_per_user_names_the_user_and_the_pattern():
     setup = Setup(examples=200, batch_size=10, epochs=2, epsilon=4.0, delta=1e-3, separation=7, participations=3)
-    text = " ".join(part["text"] for part in privacy_statement(Plan(setup, (problem_of(setup).price("identity"),), 0)))
+    text = " ".join(privacy_statement(Plan(setup, (problem_of(setup).price("identity"),), 0)).values())
     for words in ("any one user", "at most 3 steps", "at least 7 apart", "each user contributes", "Groups of users"):
         assert words in text
     assert "single example" not in text
 
 
 def test_under_amplification_membership_is_secret_and_other_noise_only_estimated(amplified):
-    text = " ".join(part["text"] for part in privacy_statement(amplified))
+    text = " ".join(privacy_statement(amplified).values())
     assert "add-remove" in text
     assert "which examples were in which batch" in text
-    rows = {row["family"]: row for row in content_of(amplified)["mechanisms"]}
+    rows = {row["family"]: row for row in amplified.page_content["mechanisms"]}
     assert rows["bisr"]["certified"] is True
     assert rows["bisr"]["epsilon"]["guaranteed"] is False
-    assert all(row["epsilon"] is None for row in content_of(amplified, thorough=False)["mechanisms"])
+    assert all(row["epsilon"] is None for row in brief(amplified)["mechanisms"])
 
 
 def test_a_mechanism_that_is_only_estimated_says_so(amplified):
-    rows = {row["family"]: row for row in content_of(amplified)["mechanisms"]}
+    rows = {row["family"]: row for row in amplified.page_content["mechanisms"]}
     assert rows["identity"]["certified"] is False
     assert rows["identity"]["epsilon"] is None
-    assert "not a guarantee" in " ".join(rows["identity"]["details"])
+    assert "not certified" in " ".join(rows["identity"]["details"])
     assert "Promise" not in " ".join(rows["identity"]["details"])
 
 
 def test_dpsgd_is_an_estimate_only_under_amplification(plan, amplified):
-    assert content_of(plan, thorough=False)["baseline_estimated"] is False
-    assert content_of(amplified, thorough=False)["baseline_estimated"] is True
+    assert brief(plan)["baseline_estimated"] is False
+    assert brief(amplified)["baseline_estimated"] is True
 
 
 def test_the_command_writes_the_page_and_the_pictures(tmp_path):
@@ -157,9 +164,9 @@ def test_the_command_writes_the_page_and_the_pictures(tmp_path):
 
 def test_a_page_that_cannot_be_written_is_one_sentence(plan):
     with pytest.raises(QuellError, match="cannot write the page to /nowhere/"):
-        page.write(plan, "/nowhere/x.html")
+        plan.write_page("/nowhere/x.html")
 
 
 def test_limits_show(plan):
-    content = content_of(dataclasses.replace(plan, setup=dataclasses.replace(plan.setup, memory=0, draws=1)))
+    content = dataclasses.replace(plan, setup=dataclasses.replace(plan.setup, memory=0, draws=1)).page_content
     assert {row["family"] for row in content["mechanisms"] if row["fits"]} <= {"identity", "diagonal"}

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 import quell
-from quell import page
-from quell.page.server import PageServer
+from quell.serve.server import PageServer
 from quell.setup import Setup
 
 from .browser import Browser, chromium
@@ -28,7 +27,7 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def report(browser, plan, tmp_path):
     path = tmp_path / "report.html"
-    page.write(plan, path)
+    plan.write_page(path)
     browser.complaints.clear()
     browser.open(path.as_uri())
     return browser
@@ -56,7 +55,7 @@ def test_the_report_shows_four_pictures_and_the_table(report, plan):
 
 def test_a_run_of_one_step_is_drawn_too(browser, tmp_path):
     path = tmp_path / "report.html"
-    page.write(quell.plan(examples=1, batch_size=1, epochs=1, epsilon=1, delta=0.01, sampling="cyclic"), path)
+    quell.plan(examples=1, batch_size=1, epochs=1, epsilon=1, delta=0.01, sampling="cyclic").write_page(path)
     browser.complaints.clear()
     browser.open(path.as_uri())
     assert browser.run("document.querySelectorAll('figure svg.chart').length") == 4
@@ -89,10 +88,10 @@ def test_the_keyboard_reads_curves_and_chooses_mechanisms(report):
 
 def test_estimates_are_never_shown_as_guarantees(browser, amplified, tmp_path):
     path = tmp_path / "report.html"
-    page.write(amplified, path)
+    amplified.write_page(path)
     browser.open(path.as_uri())
     title = "document.getElementById('epsilon-title').textContent"
-    assert "estimated, not a guarantee" in browser.run(title)  # of other noise with the recommended mechanism
+    assert "estimated, not certified" in browser.run(title)  # of other noise with the recommended mechanism
     row = "[...document.querySelectorAll('#mechanisms tbody tr')].find(line => line.innerText.includes('identity'))"
     assert "estimated" in browser.run(f"{row}.innerText")
     assert "≈" in browser.run(f"{row}.innerText")
@@ -100,11 +99,9 @@ def test_estimates_are_never_shown_as_guarantees(browser, amplified, tmp_path):
     assert "≈" in browser.run(certified)  # the gain compares it with DP-SGD, whose noise is estimated
     assert "DP-SGD, balls_in_bins batches (estimated)" in browser.run("document.getElementById('error').innerText")
     browser.run(f"{row}.querySelector('input').click()")
-    assert "as planned (estimate, not a guarantee)" in browser.run("document.getElementById('epsilon').innerText")
+    assert "as planned (estimated, not certified)" in browser.run("document.getElementById('epsilon').innerText")
     browser.run("document.querySelector('#epsilon svg.chart').focus()")
-    assert browser.run("document.getElementById('epsilon-readout').textContent").endswith(
-        "an estimate, not a guarantee"
-    )
+    assert browser.run("document.getElementById('epsilon-readout').textContent").endswith("estimated, not certified")
     assert "(guarantee)" not in browser.run("document.getElementById('epsilon').innerText")
 
 

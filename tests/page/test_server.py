@@ -13,10 +13,10 @@ import threading
 import pytest
 
 from quell.errors import QuellError
-from quell.page import live
-from quell.page.live import Desk, Question, SupersededError, controls, draft_plan, read_question
-from quell.page.server import PageServer
 from quell.progress import announce
+from quell.serve import desk as live
+from quell.serve.desk import Desk, Question, SupersededError, controls, draft_plan, read_question
+from quell.serve.server import PageServer
 from quell.setup import Setup
 
 SETUP = Setup(examples=2000, batch_size=100, epochs=2, epsilon=8.0, delta=1e-5, sampling="cyclic")
@@ -80,7 +80,7 @@ def test_a_plan_is_json(server):
     status, headers, body = ask(server, "/plan?kind=draft&epsilon=2", **{"Sec-Fetch-Site": "same-origin"})
     assert status == 200
     assert headers["Content-Type"].startswith("application/json")
-    assert "Target: (2, 1e-05)" in json.loads(body)["plan"]["setup"]
+    assert "Target: (2, 10⁻⁵)" in json.loads(body)["plan"]["setup"]
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
@@ -157,7 +157,8 @@ def test_only_the_latest_question_of_a_page_is_answered(monkeypatch):
         return setup
 
     monkeypatch.setattr(live, "draft_plan", slow)
-    monkeypatch.setattr(live, "content_of", lambda setup, thorough: {"epsilon": setup.epsilon})
+    monkeypatch.setattr(live, "answers", lambda setup, thorough: None)
+    monkeypatch.setattr(live, "page_content", lambda setup, _, thorough: {"epsilon": setup.epsilon})
     desk, outcomes = Desk(), {}
 
     def put(epsilon, page):

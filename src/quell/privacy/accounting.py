@@ -172,7 +172,7 @@ def _guarantee(
         certificate.method,
         (certificate.lower, certificate.upper),
         certificate.failure,
-        certificate.sampling_free,
+        certificate.draws,
     )
 
 

@@ -205,8 +205,8 @@ class ChainAccountant:
         slack = (1 + math.exp(epsilon)) * self.slack / (2 * sigma)
         found = importance.certify(pair, epsilon, failure, self._scouted(sigma, epsilon, failure))
         if free <= found.upper:
-            return Certificate(found.lower, free + slack, "Rényi and Gaussian bounds, no draws", 0.0, free + slack)
-        return Certificate(found.lower, found.upper + slack, found.method, failure, free + slack)
+            return Certificate(found.lower, free + slack, "Rényi and Gaussian bounds, no draws")
+        return Certificate(found.lower, found.upper + slack, found.method, failure, found.draws)
 
     def safe_sigma(self, epsilon: float, delta: float) -> float:
         return self.sensitivity.value * gaussian_sigma(epsilon, delta) * (1 + 1e-9)

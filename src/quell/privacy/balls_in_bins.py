@@ -91,12 +91,12 @@ class BinAccountant:
             lower, upper = self._exact(sigma, epsilon, orthogonal.FINE)
             gauss = upper == plain
             method = "analytic Gaussian mechanism" if gauss else "exact convolution of independent bins"
-            return Certificate(lower, upper + slack, method, 0.0, upper + slack)
+            return Certificate(lower, upper + slack, method)
         found = importance.certify(pair, epsilon, failure, self._scouted(sigma, epsilon, failure))
         lower = found.lower if self.bins.exact else 0.0  # a dominating pair says nothing from below
         if free <= found.upper:
-            return Certificate(lower, free + slack, "Rényi and Gaussian bounds, no draws", 0.0, free + slack)
-        return Certificate(lower, found.upper + slack, found.method, failure, free + slack)
+            return Certificate(lower, free + slack, "Rényi and Gaussian bounds, no draws")
+        return Certificate(lower, found.upper + slack, found.method, failure, found.draws)
 
     def safe_sigma(self, epsilon: float, delta: float) -> float:
         return self.reach * gaussian_sigma(epsilon, delta) * (1 + 1e-9)

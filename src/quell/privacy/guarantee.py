@@ -18,8 +18,8 @@ class Guarantee:
     The unit of privacy is one example; neighbours differ by removing it from (or zeroing it in) every batch it
     would be in. `bracket` encloses the exact δ of this noise at this ε; `delta` is never below its upper end. Where
     the upper end is a confidence bound, it fails with at most `failure_probability` over the accountant's draws, and
-    that probability is already part of `delta`: the statement needs no "with high probability". `sampling_free_delta`
-    is what can be said at this ε without any draws, usually far looser.
+    that probability is already part of `delta`: the statement needs no "with high probability". `draws` is
+    how many random draws the accountant took.
     """
 
     epsilon: float
@@ -31,21 +31,12 @@ class Guarantee:
     method: str = "analytic Gaussian mechanism"
     bracket: tuple[float, float] | None = None
     failure_probability: float = 0.0
-    sampling_free_delta: float | None = None
+    draws: int = 0
 
     @property
     def certified(self) -> bool:
         """Always true: what is not certified is an `Estimate`."""
         return True
-
-    def __str__(self) -> str:
-        text = (
-            f"({self.epsilon:g}, {self.delta:g})-DP per example ({self.adjacency} neighbours) "
-            f"under {self.sampling} sampling, by the {self.method} with {self.sensitivity.kind} sensitivity"
-        )
-        if self.failure_probability:
-            text += f" (failure probability {self.failure_probability:.1g} included in delta)"
-        return text
 
 
 @dataclass(frozen=True)
@@ -66,12 +57,6 @@ class Estimate:
         """Always false."""
         return False
 
-    def __str__(self) -> str:
-        return (
-            f"about ({self.epsilon:g}, {self.delta:g}) under {self.sampling} sampling: "
-            f"an estimate (δ ± {self.relative_error:.0%}), not a guarantee"
-        )
-
 
 @dataclass(frozen=True)
 class Certificate:
@@ -81,4 +66,4 @@ class Certificate:
     upper: float
     method: str
     failure: float = 0.0
-    sampling_free: float | None = None
+    draws: int = 0

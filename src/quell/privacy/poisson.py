@@ -80,9 +80,8 @@ class PoissonAccountant:
         upper = self._upper(sigma, epsilon, spacing)
         method = f"privacy loss distribution of {self.rounds:,} subsampled Gaussians"
         if len(self.columns) == 1:
-            method += " (dp-accounting)"
             lower = float(self._composed(sigma, spacing, False).get_delta_for_epsilon(epsilon))
-        return Certificate(max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds), upper, method, 0.0, upper)
+        return Certificate(max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds), upper, method)
 
     def safe_sigma(self, epsilon: float, delta: float) -> float:
         return self.energy * gaussian_sigma(epsilon, delta) * (1 + 1e-9)

@@ -12,9 +12,9 @@ import torch
 
 import quell
 from quell import privacy
-from quell.errors import at_least
 from quell.privacy import Guarantee
 from quell.sampling import Cyclic
+from quell.show import statement
 from quell.strategy.structure import ToeplitzStrategy, describe
 from quell.torch.run import Run
 
@@ -46,26 +46,7 @@ class PrivacyReport:
         return json.dumps(asdict(self), indent=2)
 
     def markdown(self) -> str:
-        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        failure = (
-            f" (failure probability {self.failure_probability:.1g} included in δ)" if self.failure_probability else ""
-        )
-        end, spent, delta = (at_least(v) for v in (self.epsilon_at_the_end, self.epsilon_so_far, self.delta))
-        rows = {
-            "promise at the end": f"({end}, {delta})-DP after {self.steps:,} steps",
-            "spent so far": f"ε = {spent} at δ = {delta} after {self.steps_done:,} steps ({self.epsilon_so_far_is})",
-            "unit of privacy": self.unit,
-            "neighbours": self.adjacency,
-            "sampling": f"{self.sampling}: {self.sampling_assumption}",
-            "mechanism": f"{self.mechanism}, noise multiplier {at_least(self.noise_multiplier)}",
-            "clipping": f"every example's gradient to {self.max_grad_norm:g}, sums divided by "
-            f"{self.expected_batch_size:g}",
-            "bound": self.bound + failure,
-            "key": self.key,
-            "versions": versions,
-        }
-        lines = [f"| {name} | {value} |" for name, value in rows.items()]
-        return "\n".join(["# Privacy report", "", "| | |", "|---|---|", *lines, ""])
+        return statement.report_markdown(self)
 
     def __str__(self) -> str:
         return self.markdown()
@@ -80,7 +61,7 @@ def privacy_report(run: Run) -> PrivacyReport:
         unit="one example",
         adjacency=guarantee.adjacency,
         sampling=guarantee.sampling,
-        sampling_assumption=_ASSUMPTIONS[guarantee.sampling],
+        sampling_assumption=statement.assumption(guarantee.sampling),
         mechanism=describe(run.mechanism.strategy),
         noise_multiplier=run.mechanism.noise_multiplier,
         max_grad_norm=float(run.noise.max_grad_norm or 0.0),
@@ -125,15 +106,6 @@ def leading_block(strategy: ToeplitzStrategy, steps: int) -> ToeplitzStrategy:
     given = (strategy.given_coefficients, strategy.given_noising, strategy.column_scale)
     coefficients, noising, scale = (None if values is None else values[:steps] for values in given)
     return replace(strategy, steps=steps, given_coefficients=coefficients, given_noising=noising, column_scale=scale)
-
-
-_ASSUMPTIONS = {
-    "cyclic": "fixed batches in a fixed order; nothing is assumed to be secret about them",
-    "balls_in_bins": "each example's batch of the epoch was drawn once, and stays secret",
-    "poisson": "each example joins each batch by an independent coin, and who joined stays secret",
-    "cyclic_poisson": "fixed groups take turns, members join by independent coins, and who joined stays secret",
-    "b_min_sep": "who has rested long enough joins by an independent coin, and who joined stays secret",
-}
 
 
 def _versions() -> dict[str, str]:

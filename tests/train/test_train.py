@@ -16,8 +16,9 @@ from quell import cli
 from quell.errors import QuellError
 from quell.planning import Plan, problem_of
 from quell.setup import Setup
-from quell.trial import command, comparison, results
-from quell.trial.models import build
+from quell.show import words
+from quell.train import command, comparison
+from quell.train.models import build
 
 ROOT = Path(__file__).parent.parent.parent
 OPTIONS = ["--epochs", "2", "--batch-size", "20", "--epsilon", "8", "--delta", "1e-3", "--sampling", "cyclic"]
@@ -123,17 +124,11 @@ def test_dpsgd_gets_poisson_batches_where_schemes_are_free():
 
 
 def test_the_verdict_claims_no_more_than_the_runs_show():
-    def outcome(name: str, *finals: float) -> comparison.Outcome:
-        runs = [comparison.Run([final], torch.nn.Identity(), None) for final in finals]
-        return comparison.Outcome(comparison.Arm(name, None), 0.1, runs)
-
-    above = results.verdict([outcome("DP-SGD", 0.90, 0.91), outcome("planned", 0.92, 0.93)])
-    assert above is not None
-    assert "+2.0 points" in above
-    assert "every planned run above" in above
-    for finals, words in (((0.92, 0.905), "chance"), ((0.8, 0.85), "below every"), ((0.8,), "shows little")):
-        assert words in str(results.verdict([outcome("DP-SGD", 0.90, 0.91), outcome("planned", *finals)]))
-    assert results.verdict([outcome("planned", 0.9)]) is None
+    dpsgd = [0.90, 0.91]
+    assert words.verdict([0.92, 0.93], dpsgd) == "The plan beats DP-SGD by 2.0 points, in every run."
+    assert words.verdict([0.80, 0.85], dpsgd) == "DP-SGD beats the plan by 8.0 points, in every run."
+    assert "1.0 points below DP-SGD, in one run each, which shows little" in words.verdict([0.8], [0.81])
+    assert "chance" in words.verdict([0.92, 0.905], dpsgd)
 
 
 @pytest.mark.parametrize(("shape", "layer"), [((1, 8, 8), "Conv2d"), ((64,), "Linear"), ((3, 4, 5), "Conv2d")])

@@ -13,11 +13,12 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qsl
 
+from quell.curves import page_content
 from quell.errors import QuellError
 from quell.mechanism import Mechanism
-from quell.page.content import content_of
 from quell.planning import Plan, make_plan, problem_of, recommend
 from quell.progress import announce, listening
+from quell.questions import answers
 from quell.sampling import SCHEMES, Cyclic
 from quell.search import rank
 from quell.setup import Setup
@@ -150,7 +151,7 @@ class Desk:
             still_wanted()
             plan = draft_plan(question.setup) if question.draft else make_plan(question.setup, still_wanted)
             still_wanted()
-            return content_of(plan, thorough=False)
+            return page_content(plan, answers(plan, thorough=False), thorough=False)
 
     def _ticket(self, page: str) -> int:
         with self._writing:

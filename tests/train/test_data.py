@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quell.errors import QuellError
-from quell.trial.data import load
+from quell.train.data import load
 
 X, Y = np.random.default_rng(1).normal(size=(80, 5)), np.arange(80) % 3
 

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quell.errors import QuellError
-from quell.page.document import document
-from quell.page.live import Desk, SupersededError, controls, read_question
+from quell.serve.desk import Desk, SupersededError, controls, read_question
 from quell.setup import Setup
+from quell.show.page.document import document
 
 HOST = "127.0.0.1"
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from quell import __version__
 
+_OFFLINE = "This page is complete in itself and uses no network."
+_LIVE = "This page talks only to the server on this machine that it came from."
 _SCRIPTS = ("charts.js", "page.js", "live.js")
 
 
@@ -57,6 +59,7 @@ def assemble(
         title=title,
         body=_file(body),
         version=__version__,
+        network=_LIVE if connects else _OFFLINE,
         policy=html.escape(policy),
         style=style,
         script=script,
@@ -67,7 +70,7 @@ def assemble(
 
 
 def _file(name: str) -> str:
-    return files("quell.page").joinpath("template", name).read_text(encoding="utf-8")
+    return files("quell.show.page").joinpath("template", name).read_text(encoding="utf-8")
 
 
 def _hash(inline: str) -> str:

@@ -1,5 +1,5 @@
 "use strict";
-// quell serve: sliders that ask for a plan. A quick draft follows the slider; the full plan follows when it rests.
+// quell serve: sliders that ask for a plan. A preview follows the slider; the full plan follows when the slider rests.
 
 const REST = 350; // milliseconds without movement before the full plan is asked for
 
@@ -43,10 +43,10 @@ function startLive(live) {
     pending = new AbortController();
     clearTimeout(timer);
     element("plan").classList.add("stale");
-    say("Computing a quick answer…");
+    say("Computing a preview…");
     attempt(async signal => {
       await ask("draft", signal);
-      say("A quick answer: explicit mechanisms, no amplification. Comparing all mechanisms…");
+      say("Preview: simple mechanisms, fixed batches. Full search running…");
       await new Promise(resolve => { timer = setTimeout(resolve, REST); });
       await ask("full", signal);
       say("All mechanisms compared.");

@@ -1,4 +1,4 @@
-// A comparison's content (quell.trial.results) into the page. Text only ever becomes text nodes.
+// A comparison's content (quell.train.content) into the page. Text only ever becomes text nodes.
 
 const found = JSON.parse(document.getElementById("data").textContent);
 const at = id => document.getElementById(id);

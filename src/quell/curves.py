@@ -1,4 +1,4 @@
-"""The numbers behind the pictures: error per step, what remains of old noise, ε against σ.
+"""The numbers behind the charts: error per step, what remains of old noise, ε against σ.
 
 Curves of long runs are thinned to a few hundred points that keep every bucket's extremes, so that a peak is never
 drawn lower than it is.
@@ -7,8 +7,8 @@ drawn lower than it is.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -17,17 +17,33 @@ from quell._types import Array
 from quell.error import query_variances
 from quell.errors import QuellError, at_least
 from quell.mechanism import Mechanism, Problem
+from quell.planning import Plan
 from quell.privacy import gaussian_sigma
 from quell.progress import announce
+from quell.questions import Answers
 from quell.sampling import Cyclic, Scheme
+from quell.show.page.content import plan_content
 from quell.strategy import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 from quell.workload import Workload
 
 Curve = dict[str, list[float]]
+Curves = dict[str, Any]  # of one mechanism: error, cancellation, epsilon
 _BUCKETS = 100
-_VISIBLE = 0.02  # difference between two shares that a picture can show
+_VISIBLE = 0.02  # difference between two shares that a chart can show
 _GUARANTEED_POINTS = 33
 _ESTIMATED_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of ε: an estimate under amplification can take a second
+
+
+def page_content(plan: Plan, answers: Answers, thorough: bool) -> dict[str, Any]:
+    """A plan's page as plain data. `thorough` adds ε for other noise under amplification, which takes seconds."""
+    problem, curves = plan.problem, {}
+    for mechanism in (*plan.alternatives, answers.dpsgd):
+        curves[id(mechanism)] = {
+            "error": error_curve(mechanism, problem.workload),
+            "cancellation": cancellation_curves(mechanism.strategy, problem.workload),
+            "epsilon": epsilon_curve(problem, mechanism, thorough and mechanism is plan.mechanism),
+        }
+    return plan_content(plan, answers, curves, brief=not thorough)
 
 
 def error_curve(mechanism: Mechanism, workload: Workload) -> Curve:
@@ -90,7 +106,6 @@ def epsilon_curve(problem: Problem, mechanism: Mechanism, with_estimates: bool) 
     }
 
 
-@lru_cache(maxsize=4)  # one command may ask for a page and for a picture
 def _estimated_points(scheme: Scheme, mechanism: Mechanism) -> dict[float, float]:
     """About the noise at a few other ε, with the plan's own in its place."""
     points = {}

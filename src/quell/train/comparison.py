@@ -25,8 +25,8 @@ from quell.search import Progress
 from quell.strategy import build as build_strategy
 from quell.torch import make_private
 from quell.torch.report import PrivacyReport
-from quell.trial.data import Data, Part
-from quell.trial.models import build
+from quell.train.data import Data, Part
+from quell.train.models import build
 
 GRID = (0.5, 1.0, 2.0, 4.0, 8.0)  # learning rates to choose from, times 1 - momentum
 SEARCH_RUNS = 2

@@ -14,10 +14,11 @@ from quell.errors import QuellError, require_count, require_finite
 from quell.planning import Plan, make_plan
 from quell.search import Progress
 from quell.setup import Setup
+from quell.show import plots
 from quell.torch.clipping import require_clip_norm
-from quell.trial import data, models
-from quell.trial.comparison import Arm, Outcome, Recipe, arms_of, compare
-from quell.trial.results import draw, notes, write_page
+from quell.train import data, models
+from quell.train.comparison import Arm, Outcome, Recipe, arms_of, compare
+from quell.train.content import content_of, write_page
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,11 @@ def train(
     baselines: bool = True,
     seed: int | None = None,
     **setup: Any,
-) -> tuple[Recipe, list[Outcome]]:
-    """Plan for the file's examples, train, write. `setup` are the fields of `Setup` that the file does not decide."""
+) -> dict[str, Any]:
+    """Plan for the file's examples, train, write the files, and return what came out (`content.content_of`).
+
+    `setup` are the fields of `Setup` that the file does not decide.
+    """
     _check(files, learning_rate, runs, seed)
     require_clip_norm(max_grad_norm)
     arrays = data.load(path, validate=learning_rate is None)
@@ -64,8 +68,9 @@ def train(
             outcomes = compare(recipe, arms, runs, learning_rate, progress, finished)
     finally:
         torch.set_num_threads(threads)
-    _write(files, plan, recipe, outcomes)
-    return recipe, outcomes
+    content = content_of(recipe, outcomes)
+    _write(files, plan, outcomes, content)
+    return content
 
 
 def _check(files: Files, learning_rate: float | None, runs: int, seed: int | None) -> None:
@@ -82,14 +87,14 @@ def _check(files: Files, learning_rate: float | None, runs: int, seed: int | Non
             raise QuellError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-def _write(files: Files, plan: Plan, recipe: Recipe, outcomes: list[Outcome]) -> None:
+def _write(files: Files, plan: Plan, outcomes: list[Outcome], content: dict[str, Any]) -> None:
     """The weights and the report are those of the first planned run: one run, one promise."""
     if files.plan is not None:
         plan.save(files.plan)
     if files.plot is not None:
-        draw(recipe, outcomes, files.plot)
+        plots.draw_training(content, files.plot)
     if files.html is not None:
-        write_page(recipe, outcomes, files.html)
+        write_page(content, files.html)
     first = outcomes[-1].runs[0]
     assert first.report is not None
     try:
@@ -98,7 +103,7 @@ def _write(files: Files, plan: Plan, recipe: Recipe, outcomes: list[Outcome]) ->
         if files.report is not None and files.report.suffix == ".json":
             files.report.write_text(first.report.json() + "\n", encoding="utf-8")
         elif files.report is not None:
-            beyond = "".join(f"- {note}\n" for note in notes(recipe, outcomes))
+            beyond = "".join(f"- {note}\n" for note in content["notes"])
             files.report.write_text(f"{first.report.markdown()}\n{beyond}", encoding="utf-8")
     except (OSError, RuntimeError) as problem:
         raise QuellError(f"cannot write the results: {problem}") from problem

@@ -1,5 +1,5 @@
 "use strict";
-// A plan's content (quell.page.content) into the page. Text only ever becomes text nodes.
+// A plan's content (quell.show.page.content) into the page. Text only ever becomes text nodes.
 
 const element = id => document.getElementById(id);
 let chosen = 0; // index of the mechanism whose curves are shown
@@ -10,6 +10,7 @@ function showPlan(plan) {
   chosen = again < 0 ? plan.recommended : again;
   element("plan").hidden = false;
   element("setup").textContent = plan.setup;
+  element("legend").textContent = plan.legend;
   fill("answer", plan.recommendation, "p");
   fill("notes", plan.notes, "li");
   element("privacy").replaceChildren();
@@ -27,10 +28,10 @@ function fill(id, lines, tag) {
 }
 
 const COLUMNS = [
-  ["σ", row => row.certified ? row.sigma : `≈ ${row.sigma}`], ["RMSE", row => show(row.rmse)], ["MaxSE", row => show(row.maxse)],
+  ["σ", row => row.certified ? row.sigma : `≈ ${row.sigma}`], ["RMSE", row => show(row.rmse)], ["MaxSE", row => show(row.maxse)], ["train", row => show(row.training)],
   ["gain", (row, plan) => `${plan.baseline_estimated || !row.certified ? "≈ " : ""}${row.gain.toPrecision(3)}×`], ["gap", row => `${row.gap.toPrecision(3)}×`],
-  ["buffers", row => row.buffers.toLocaleString("en")], ["draws", row => row.draws.toLocaleString("en")],
-  ["batches", row => row.sampling], ["noise is", row => row.certified ? "guaranteed" : "estimated"],
+  ["mem", row => row.buffers.toLocaleString("en")], ["draws", row => row.draws.toLocaleString("en")],
+  ["batches", row => row.sampling], ["noise is", row => row.certified ? "certified" : "estimated"],
 ];
 
 function showTable(plan) {
@@ -87,16 +88,16 @@ function drawPareto(plan) {
   const best = plan.frontier.map(i => plan.mechanisms[i]), most = Math.max(...plan.mechanisms.map(row => row.buffers), 1);
   if (best.at(-1).buffers < most) best.push({ ...best.at(-1), at: most });
   const frontier = {
-    name: "best for so much memory", kind: "frontier", line: true, steps: true, rows: best,
+    name: "best at this memory", kind: "frontier", line: true, steps: true, rows: best,
     x: best.map(row => row.at ?? row.buffers), y: best.map(row => row.rmse),
   };
-  const bound = { name: "lower bound without amplification", kind: "bound", line: true, x: [0, most], y: [plan.lower_bound, plan.lower_bound] };
+  const bound = { name: "best possible without amplification", kind: "bound", line: true, x: [0, most], y: [plan.lower_bound, plan.lower_bound] };
   drawChart(element("pareto"), {
     title: "Error against memory", xLabel: "model-sized buffers", yLabel: "RMSE", xScale: "count", yScale: "log",
     series: [dots(() => "other mechanisms", ""), dots(rows => rows[0]?.label, "recommended"), dots(rows => rows[0]?.label, "chosen"), frontier, bound],
     describe: (s, i) => s.rows
       ? `${s.rows[i].label}: RMSE ${show(s.rows[i].rmse)} with ${s.rows[i].buffers.toLocaleString("en")} buffers${s.rows[i].certified ? "" : " (estimated)"}`
-      : `No mechanism without amplification has an RMSE below ${show(plan.lower_bound)}`,
+      : `The best possible RMSE without amplification is ${show(plan.lower_bound)}`,
   });
 }
 
@@ -112,29 +113,29 @@ function drawCancellation(plan) {
   const series = compared(plan).flatMap(({ row, kind }) => row.cancellation.slice(0, kind === "dpsgd" ? 1 : undefined)
     .map(curve => ({ name: row.cancellation.length > 1 ? `${row.label}, noise of step ${show(curve.start)}` : row.label, kind, line: true, ...curve })));
   drawChart(element("cancellation"), {
-    title: "How much of one step’s noise remains", xLabel: "steps it has been in the model", yLabel: "share that remains",
+    title: "How much of one step’s noise remains", xLabel: "steps it has been in the model", yLabel: "weight in the model (1: as drawn)",
     xScale: "log", yScale: "linear", series,
-    describe: (s, i) => `${s.name}: of the noise drawn at step ${show(s.start)}, ${show(100 * s.y[i])}% is in the model after ${show(s.x[i])} step${s.x[i] === 1 ? "" : "s"}`,
+    describe: (s, i) => `${s.name}: the noise drawn at step ${show(s.start)} has weight ${show(s.y[i])} in the model after ${show(s.x[i])} step${s.x[i] === 1 ? "" : "s"}`,
   });
 }
 
 function drawEpsilon(plan) {
   const row = plan.mechanisms[chosen], kind = chosen === plan.recommended ? "recommended" : "chosen";
-  const standing = row.certified ? "guarantee" : "estimate, not a guarantee";
+  const standing = row.certified ? "guarantee" : "estimated, not certified";
   const planned = { name: `${row.label}, as planned (${standing})`, kind, dots: true, sure: row.certified, x: [row.planned.sigma], y: [row.planned.epsilon] };
   const series = [planned];
   const sure = row.epsilon?.guaranteed;
   if (row.epsilon) series.push({
-    name: `${row.label}, ${sure ? "guarantee" : "estimate, not a guarantee"}`, kind: sure ? kind : "frontier", line: true, sure, ...row.epsilon,
+    name: `${row.label}, ${sure ? "guarantee" : "estimated, not certified"}`, kind: sure ? kind : "frontier", line: true, sure, ...row.epsilon,
   });
   drawChart(element("epsilon"), {
-    title: row.epsilon && !sure ? "ε for other noise (estimated, not a guarantee)" : "ε as a function of the noise σ",
+    title: row.epsilon && !sure ? "ε for other noise (estimated, not certified)" : "ε as a function of the noise σ",
     xLabel: "noise multiplier σ", yLabel: "ε", xScale: "log", yScale: "log", series,
     describe: (s, i) => s.sure ? `Noise multiplier ${s.x[i]} guarantees ε = ${s.y[i]}`
-      : `About ε = ${show(s.y[i])} with noise multiplier ${show(s.x[i])}: an estimate, not a guarantee`,
+      : `About ε = ${show(s.y[i])} with noise multiplier ${show(s.x[i])}: estimated, not certified`,
   });
   if (!row.epsilon) make(element("epsilon"), "p", { class: "fine" },
-    "With amplification only the planned noise is certified. quell plan --html also estimates ε for other noise, for the recommended mechanism.");
+    "With random batches only the planned noise is certified. quell plan --html also estimates ε for other noise, for the recommended mechanism.");
 }
 
 const DATA = JSON.parse(element("data").textContent);

@@ -1,0 +1,144 @@
+"""`quell plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from quell import planning, questions
+from quell.cli import options, terminal
+from quell.cli.options import GOAL, LIMITS, OUTPUT, RUN, USERS, option
+from quell.costs import DEVICES, TimeLimit
+from quell.errors import QuellError
+from quell.sampling import Cyclic, scheme_names
+from quell.setup import Setup
+from quell.show import tables, words
+
+
+def plan(
+    examples: Annotated[int, option("Examples in the training set.", panel=RUN)],
+    epsilon: options.Epsilon,
+    delta: options.Delta,
+    batch_size: Annotated[int | None, option("Examples per step.", panel=RUN)] = None,
+    epochs: Annotated[int | None, option("Passes over the data.", panel=RUN)] = None,
+    steps: Annotated[
+        int | None,
+        option("Instead of epochs and batch size: compare ways to spend this many steps.", panel=RUN),
+    ] = None,
+    momentum: options.Momentum = 0.0,
+    weight_decay: options.WeightDecay = 1.0,
+    schedule: options.Schedule = None,
+    adaptive: options.Adaptive = False,
+    objective: Annotated[
+        str | None, option(f"{options.GOALS} Default: training, or rmse with --target-rmse.", panel=GOAL)
+    ] = None,
+    memory: options.Memory = "4",
+    draws: options.Draws = 16,
+    parameters: options.ModelSize = None,
+    noise_share: Annotated[
+        float | None, option("Largest share of a step's time that noise may take: 0.03 is 3%.", panel=LIMITS)
+    ] = None,
+    step_seconds: Annotated[
+        float | None, option("How long a step takes without noise, for --noise-share.", panel=LIMITS)
+    ] = None,
+    device: Annotated[
+        str,
+        option(f"Hardware whose noise-generation speed to assume: {', '.join(DEVICES)}, or measured.", panel=LIMITS),
+    ] = "h200",
+    sampling: options.Schemes = "best",
+    fast: Annotated[
+        bool, option("Fixed batches only (--sampling cyclic): an answer in a few seconds.", "--fast", panel=GOAL)
+    ] = False,
+    separation: Annotated[int | None, option("Fewest steps between two participations of a user.", panel=USERS)] = None,
+    participations: Annotated[int | None, option("Most participations of a user.", panel=USERS)] = None,
+    target_rmse: Annotated[
+        float | None, option("Find the smallest epsilon with this RMSE, starting at --epsilon.", panel=GOAL)
+    ] = None,
+    save: Annotated[Path | None, option("Write the plan to this file, for quell verify.", panel=OUTPUT)] = None,
+    plot: options.Plot = None,
+    html: Annotated[Path | None, option("Write the plan as one interactive web page.", panel=OUTPUT)] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Compare mechanisms for a training run and recommend one.
+
+    Give --examples, --batch-size, --epochs, --epsilon and --delta; everything else has a default.
+    """
+    if steps is None and (batch_size is None or epochs is None):
+        raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
+    unused: dict[str, object] = {"--batch-size": batch_size, "--epochs": epochs, "--target-rmse": target_rmse}
+    unused |= {"--save": save, "--plot": plot, "--html": html}
+    if steps is not None and (given := [name for name, value in unused.items() if value is not None]):
+        raise QuellError(
+            f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
+            "plan it with --batch-size and --epochs"
+        )
+    setup = Setup(
+        examples=examples,
+        batch_size=1 if batch_size is None else batch_size,
+        epochs=1 if epochs is None else epochs,
+        epsilon=epsilon,
+        delta=delta,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        learning_rates=schedule,
+        memory=options.memory_of(memory, parameters),
+        draws=draws,
+        sampling=_sampling(sampling, fast),
+        objective=objective or ("training" if target_rmse is None else "rmse"),
+        adaptive=adaptive,
+        time_limit=_time_limit(noise_share, step_seconds, parameters, device),
+        separation=separation,
+        participations=participations,
+    )
+    if steps is not None:
+        _show_choices(steps, setup, as_json)
+        return
+    with terminal.progress() as advance:
+        if target_rmse is None:
+            chosen = planning.make_plan(setup, advance)
+        else:
+            chosen = questions.plan_for_rmse(setup, target_rmse, advance)
+        if save is not None:
+            chosen.save(save)
+        if plot is not None:
+            chosen.draw(plot)
+        if html is not None:
+            chosen.write_page(html)
+        answers = None if as_json else chosen.answers
+    if answers is None:
+        terminal.print_json(chosen.as_dict())
+        return
+    tables.print_plan(chosen, answers, terminal.console)
+    terminal.say_written([save, plot, html])
+
+
+def _show_choices(steps: int, setup: Setup, as_json: bool) -> None:
+    with terminal.progress() as advance:
+        choices = questions.choices_for_steps(steps, setup, advance)
+    if as_json:
+        terminal.print_json([choice.as_dict() for choice in choices])
+        return
+    terminal.console.print(tables.choices_table(choices))
+    terminal.say(words.best_choice(min(choices, key=lambda choice: choice.noise_per_example)))
+
+
+def _sampling(sampling: str, fast: bool) -> str:
+    if not fast:
+        return sampling
+    if scheme_names(sampling) not in (scheme_names("best"), (Cyclic.name,)):
+        raise QuellError(
+            f"--fast means --sampling {Cyclic.name}, so it does not go with --sampling {sampling}: drop one"
+        )
+    return Cyclic.name
+
+
+def _time_limit(
+    share: float | None, step_seconds: float | None, parameters: int | None, device: str
+) -> TimeLimit | None:
+    if share is None:
+        if step_seconds is not None:
+            raise QuellError("--step-seconds is for --noise-share, the part of a step that noise may take: give both")
+        return None
+    if step_seconds is None or parameters is None:
+        raise QuellError("--noise-share needs --step-seconds and --parameters as well")
+    return TimeLimit.of_share(share, step_seconds, parameters, device)

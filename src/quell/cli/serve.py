@@ -1,0 +1,46 @@
+"""`quell serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from quell.cli import options, terminal
+from quell.setup import Setup
+
+
+def serve(
+    port: Annotated[int, options.option("Port on this machine; 0 takes any free one.")] = 8765,
+    examples: Annotated[int, options.option("Examples in the training set, at first.", panel=options.RUN)] = 50_000,
+    batch_size: Annotated[int, options.option("Examples per step, at first.", panel=options.RUN)] = 128,
+    epochs: options.Epochs = 10,
+    epsilon: options.Epsilon = 8.0,
+    delta: options.Delta = 1e-5,
+    momentum: options.Momentum = 0.0,
+    weight_decay: options.WeightDecay = 1.0,
+    schedule: options.Schedule = None,
+    adaptive: options.Adaptive = False,
+    objective: Annotated[str, options.option(options.GOALS, panel=options.GOAL)] = "training",
+    memory: options.Memory = "4",
+    draws: options.Draws = 16,
+    parameters: options.ModelSize = None,
+    sampling: options.Schemes = "best",
+) -> None:
+    """Show plans live in a browser, with sliders, on this machine only."""
+    from quell.serve import server
+
+    setup = Setup(
+        examples=examples,
+        batch_size=batch_size,
+        epochs=epochs,
+        epsilon=epsilon,
+        delta=delta,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        learning_rates=schedule,
+        memory=options.memory_of(memory, parameters),
+        draws=draws,
+        sampling=sampling,
+        objective=objective,
+        adaptive=adaptive,
+    )
+    server.serve(setup, port, terminal.say)

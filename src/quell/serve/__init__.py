@@ -1,0 +1,1 @@
+"""`quell serve`: plans live in a browser, with sliders, on this machine only."""

@@ -1,0 +1,76 @@
+"""What a plan's page says, as plain data: sentences, a table, curves and the privacy statement.
+
+Everything here is text or numbers; how it looks is decided by the template. Text is inserted into the page as text,
+never as markup.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quell.errors import at_least
+from quell.show import words
+from quell.show.statement import privacy_statement
+
+if TYPE_CHECKING:
+    from quell.curves import Curves
+    from quell.mechanism import Mechanism
+    from quell.planning import Plan
+    from quell.questions import Answers
+
+
+def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief: bool) -> dict[str, Any]:
+    """A plan's page as plain data, ready for JSON.
+
+    Args:
+        plan: The plan.
+        answers: What was asked about it (`quell.questions.answers`).
+        curves: The curves of every alternative and of `answers.dpsgd`, by the mechanism's `id`.
+        brief: Only the recommendation, not the whole explanation.
+    """
+    shown = plan.alternatives
+    place = {id(mechanism): index for index, mechanism in enumerate(shown)}
+
+    def row(mechanism: Mechanism) -> dict[str, Any]:
+        return {**_row(plan, mechanism, answers), **curves[id(mechanism)]}
+
+    return {
+        "setup": words.run(plan.setup),
+        "recommendation": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
+        "legend": words.legend(shown, objective=plan.setup.objective),
+        "notes": [f"{note}." for note in plan.setup.notes],
+        "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan).items()],
+        "steps": plan.setup.steps,
+        "lower_bound": answers.lower_bound,
+        "recommended": place[id(plan.mechanism)],
+        "frontier": [place[id(mechanism)] for mechanism in answers.rmse_frontier],
+        "baseline": row(answers.dpsgd),
+        "baseline_estimated": answers.dpsgd_is_estimated,
+        "mechanisms": [row(mechanism) for mechanism in shown],
+    }
+
+
+def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
+    """The numbers of one mechanism's row, and what lies behind them."""
+    return {
+        "label": words.label(mechanism),
+        "family": mechanism.name,
+        "sigma": at_least(mechanism.noise_multiplier, 4),
+        "rmse": mechanism.rmse,
+        "maxse": mechanism.maxse,
+        "training": mechanism.training,
+        "gain": answers.dpsgd.rmse / mechanism.rmse,
+        "gap": mechanism.rmse / answers.lower_bound,
+        "buffers": mechanism.buffers,
+        "draws": mechanism.draws,
+        "sampling": mechanism.sampling,
+        "certified": mechanism.certified,
+        "fits": plan.setup.fits(mechanism),
+        "details": words.details(plan.problem, mechanism)
+        if mechanism.certified
+        else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
+        "planned": {
+            "sigma": float(at_least(mechanism.noise_multiplier, 5)),
+            "epsilon": float(at_least(mechanism.claim.epsilon, 5)),
+        },
+    }

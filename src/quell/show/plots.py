@@ -1,0 +1,138 @@
+"""Pictures as PNG, SVG or PDF, drawn by matplotlib from the same data as the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quell.errors import QuellError
+from quell.show import words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from quell.mechanism import Mechanism, Problem
+
+_GREEN, _RED, _PURPLE, _GREY = "#1f6f43", "#b3341c", "#6b4fa0", "#5a626c"
+_ARMS = {"not private": _GREY, "DP-SGD": _RED, "planned": _GREEN}
+
+
+def draw_plan(content: dict[str, Any], path: str | Path) -> None:
+    """The four charts of a plan's page for the recommended mechanism and DP-SGD; `content` as in `show.page`."""
+    figure = _figure(12, 8.5)
+    memory, error, cancellation, epsilon = figure.subplots(2, 2).flat
+    chosen, dpsgd = content["mechanisms"][content["recommended"]], content["baseline"]
+    baseline = "DP-SGD (estimated)" if content["baseline_estimated"] else "DP-SGD"
+    _draw_memory(memory, content)
+    for row, name, colour, style in ((chosen, chosen["label"], _GREEN, "-"), (dpsgd, baseline, _RED, ":")):
+        error.plot(row["error"]["x"], row["error"]["y"], color=colour, linestyle=style, label=name)
+        for curve in row["cancellation"][: None if row is chosen else 1]:
+            start = f", noise of step {curve['start']:,}" if len(row["cancellation"]) > 1 else ""
+            cancellation.plot(curve["x"], curve["y"], color=colour, linestyle=style, label=name + start)
+    error.set(title="Error after each step", xlabel="step", ylabel="standard deviation", yscale="log")
+    cancellation.set(
+        title="How much of one step's noise remains",
+        xlabel="steps it has been in the model",
+        ylabel="weight in the model (1: as drawn)",
+        xscale="log",
+    )
+    _draw_epsilon(epsilon, chosen)
+    for axes in (memory, error, cancellation, epsilon):
+        axes.legend(fontsize="small")
+    figure.suptitle(content["setup"])
+    _save(figure, path)
+
+
+def _draw_memory(axes: Axes, content: dict[str, Any]) -> None:
+    rows = content["mechanisms"]
+    chosen = rows[content["recommended"]]
+    for row in [*(row for row in rows if row is not chosen), chosen]:  # the recommended one on top
+        axes.plot(row["buffers"], row["rmse"], "o", color=_GREEN if row is chosen else _GREY)
+    best = [rows[index] for index in content["frontier"]]
+    axes.step([row["buffers"] for row in best], [row["rmse"] for row in best], "--", where="post", color=_GREY)
+    for row in [*best, content["baseline"]]:
+        axes.annotate(row["label"], (row["buffers"], row["rmse"]), (4, 5), textcoords="offset points", fontsize="small")
+    axes.axhline(content["lower_bound"], color=_PURPLE, linestyle="-.", label="best possible without amplification")
+    axes.set(title="Error against memory", xlabel="model-sized buffers", ylabel="RMSE", yscale="log")
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(-0.3, 10 * max(1, *(row["buffers"] for row in rows)))
+
+
+def _draw_epsilon(axes: Axes, row: dict[str, Any]) -> None:
+    curve, planned = row["epsilon"], row["planned"]
+    title, style, name = (
+        ("ε as a function of the noise σ", "-", "guarantee")
+        if curve["guaranteed"]
+        else ("ε for other noise (estimated, not certified)", "--", "estimated, not certified")
+    )
+    axes.plot(curve["x"], curve["y"], linestyle=style, color=_GREEN if curve["guaranteed"] else _GREY, label=name)
+    axes.plot(planned["sigma"], planned["epsilon"], "o", color=_GREEN, label="as planned (guarantee)")
+    axes.set(title=title, xlabel="noise multiplier σ", ylabel="ε", xscale="log", yscale="log")
+
+
+def draw_sweep(
+    problem: Problem, swept: str, mechanisms: Sequence[Mechanism], dpsgd: float, bound: float, path: str | Path
+) -> None:
+    """RMSE and MaxSE of one family against the swept parameter, beside DP-SGD's RMSE and the lower bound."""
+    figure = _figure(7, 4.5)
+    axes = figure.subplots()
+    values = [float(m.strategy.parameters[swept]) for m in mechanisms]
+    axes.plot(values, [m.rmse for m in mechanisms], marker="o", label="RMSE")
+    axes.plot(values, [m.maxse for m in mechanisms], marker="s", label="MaxSE")
+    axes.axhline(dpsgd, color=_RED, label="DP-SGD, RMSE")
+    axes.axhline(bound, color=_PURPLE, linestyle="--", label="best possible RMSE without amplification")
+    if swept == "bands":
+        axes.set_xscale("log", base=2)
+    target = words.level(problem.epsilon, problem.delta)
+    axes.set(
+        xlabel=swept,
+        ylabel="error per unit of clip norm",
+        yscale="log",
+        title=f"{mechanisms[0].name} at {target}, {problem.workload.steps:,} steps",
+    )
+    axes.legend()
+    _save(figure, path)
+
+
+def draw_training(content: dict[str, Any], path: str | Path) -> None:
+    """Noise and accuracy side by side, every run thin and their mean thick; `content` as in `quell.train`."""
+    figure = _figure(11, 4.5)
+    noise, accuracy = figure.subplots(1, 2)
+    for arm in content["arms"]:
+        name, colour = arm["name"], _ARMS[arm["name"]]
+        epochs = range(1, len(arm["curve"]) + 1)
+        for run in arm["accuracies"]:
+            accuracy.plot(epochs, [100 * value for value in run], color=colour, alpha=0.3, linewidth=1)
+        means = [100 * value for value in arm["curve"]]
+        accuracy.plot(epochs, means, color=colour, marker="o", markersize=3, label=name)
+        if arm["noise"] is not None:
+            noise.plot(arm["noise"]["x"], arm["noise"]["y"], color=colour, label=f"{name}: {arm['mechanism']}")
+    title = "Noise in the model after each step"
+    noise.set(title=title, xlabel="step", ylabel="standard deviation / (lr · clip norm)", yscale="log")
+    accuracy.set(title="Test accuracy", xlabel="epoch", ylabel="%")
+    accuracy.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (noise, accuracy):
+        axes.legend(fontsize="small")
+    figure.suptitle(content["setup"], fontsize="medium")
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty matplotlib figure, without a window."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise QuellError("plots need matplotlib: pip install 'quell[plot]'") from missing
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    """Write the figure in the format that the path's extension names."""
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as problem:
+        raise QuellError(
+            f"cannot write the plot {path}: {problem}; use a name ending in .png, .svg or .pdf"
+        ) from problem

@@ -1,0 +1,86 @@
+"""The promise in full: a page's privacy statement, and the privacy report of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quell.errors import at_least
+from quell.show import words
+
+if TYPE_CHECKING:
+    from quell.planning import Plan
+    from quell.torch.report import PrivacyReport
+
+_BATCHES = {
+    "cyclic": "Batches are fixed: the same ones in the same order in every epoch.",
+    "balls_in_bins": "Each example is put into one batch of the epoch at random and stays there in later epochs.",
+    "poisson": "At every step each example joins the batch at random, independently of all others.",
+    "cyclic_poisson": "Each example belongs to one group. Groups take turns, and members join the batch at random.",
+    "b_min_sep": "Each example joins batches at random, with a fixed pause after each time that it was used.",
+}
+_FIXED = "cyclic"
+_NEIGHBOURS = {
+    "zero-out": "The comparison is with the same run in which this one {unit}'s gradients are set to zero (zero-out).",
+    "add-remove": "The comparison is with the same run on the data without this one {unit} (add-remove).",
+}
+
+
+def privacy_statement(plan: Plan) -> dict[str, str]:
+    """What is promised, to whom, and on which conditions, for someone who does not read formulas."""
+    guarantee, unit, pattern = plan.mechanism.guarantee, plan.problem.unit, plan.problem.cycle.participation
+    neighbours = _NEIGHBOURS[guarantee.adjacency].format(unit=unit)
+    if plan.setup.user_level:
+        protected = (
+            f"Each single user, with all their examples, as long as these take part in at most {pattern.count:,} steps "
+            f"that are at least {pattern.separation:,} apart. {neighbours}"
+        )
+        formed = "In any way that keeps every user's steps as few and as far apart as stated."
+    else:
+        protected = f"Each single example. {neighbours} A person who contributed several examples is protected less."
+        formed = _BATCHES[guarantee.sampling]
+    secret = "" if guarantee.sampling == _FIXED else ", and which examples were in which batch"
+    return {
+        "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
+        f"without any one {unit}: no conclusion becomes more or less likely by more than a factor e^ε, "
+        f"ε = {at_least(guarantee.epsilon)}, except with probability δ = {words.number(guarantee.delta)}.",
+        "Who is protected": protected,
+        "How batches must be formed": f"{formed} The promise is void for batches formed in another way. "
+        f"(Scheme: {guarantee.sampling}.)",
+        "What an adversary may see": "Every noisy update and every intermediate model, this plan, the code, and all "
+        "other examples.",
+        "What must stay hidden": "The secret key of the noise and the gradients before noise is added"
+        f"{secret}: from everyone who should learn nothing.",
+        "What training must do": f"Clip what each {unit} contributes to a step, and add the planned noise to every "
+        f"step: noise multiplier {at_least(plan.mechanism.noise_multiplier, 4)} times the clip norm, correlated as "
+        f"{words.label(plan.mechanism)} prescribes. quell verify recomputes these numbers from a saved plan.",
+        "How it is known": words.proof(guarantee),
+        "What is not covered": f"Groups of {unit}s, choices made by looking at the private data (such as tuned "
+        "learning rates), and what the data as a whole reveal about anyone, in it or not.",
+    }
+
+
+def assumption(sampling: str) -> str:
+    """How batches are formed, and whether that must stay secret."""
+    secret = "Nothing about them has to stay secret." if sampling == _FIXED else "Who was in which batch stays secret."
+    return f"{_BATCHES[sampling]} {secret}"
+
+
+def report_markdown(report: PrivacyReport) -> str:
+    """A privacy report as Markdown."""
+    end, spent = at_least(report.epsilon_at_the_end), at_least(report.epsilon_so_far)
+    delta, failure = words.number(report.delta), report.failure_probability
+    rows = {
+        "promise at the end": f"({end}, {delta})-DP after {report.steps:,} steps",
+        "spent so far": f"ε = {spent} at δ = {delta} after {report.steps_done:,} steps ({report.epsilon_so_far_is})",
+        "unit of privacy": report.unit,
+        "neighbours": report.adjacency,
+        "sampling": f"{report.sampling}. {report.sampling_assumption}",
+        "mechanism": f"{report.mechanism}, noise multiplier {at_least(report.noise_multiplier)}",
+        "clipping": f"every example's gradient is clipped to norm {report.max_grad_norm:g}; sums are divided by "
+        f"{report.expected_batch_size:g}",
+        "bound": report.bound + (f" (failure probability {words.number(failure)} included in δ)" if failure else ""),
+        "key": report.key,
+        "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),
+    }
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join(["# Privacy report", "", "| | |", "|---|---|", *lines, ""])

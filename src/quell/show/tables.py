@@ -1,0 +1,156 @@
+"""Tables for the terminal, and a whole plan as text."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from quell.errors import at_least
+from quell.show import words
+from quell.strategy import FAMILIES
+from quell.strategy.family import known_as
+
+if TYPE_CHECKING:
+    from quell.mechanism import Mechanism
+    from quell.planning import Plan
+    from quell.questions import Answers, Choice
+    from quell.verification import Check
+
+_EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
+_TEXT_WIDTH = 120
+
+
+def mechanism_table(
+    mechanisms: Sequence[Mechanism], dpsgd_rmse: float, plan: Plan | None = None, width: int = _TEXT_WIDTH
+) -> Table:
+    """One row per mechanism; marks the recommended one of a plan and those beyond its limits.
+
+    Where `width` is too small for all columns the least important are left out: a number is never cut short.
+    """
+    measure = "maxse" if plan is None or plan.setup.objective == "rmse" else plan.setup.objective
+    cells = {
+        "mechanism": [f"{_mark(each, plan)} {words.label(each)}" for each in mechanisms],
+        "sampling": [each.sampling for each in mechanisms],
+        "σ": [_noise(each) for each in mechanisms],
+        "RMSE": [f"{each.rmse:.4g}" for each in mechanisms],
+        {"maxse": "MaxSE", "training": "train"}[measure]: [f"{each.score(measure):.4g}" for each in mechanisms],
+        "gain": [f"{dpsgd_rmse / each.rmse:.2g}×" for each in mechanisms],
+        "mem": [f"{each.buffers:,}" for each in mechanisms],
+        "draws": [f"{each.draws:,}" for each in mechanisms],
+    }
+    widths = {title: max(map(cell_len, (title, *column))) for title, column in cells.items()}
+    for title in _EXPENDABLE:
+        if sum(widths.values()) + 2 * len(widths) + 1 > width and title in widths:
+            del widths[title]
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption=words.legend(mechanisms, list(widths), None if plan is None else plan.setup.objective)
+        + ("" if plan is None else " ~: estimated, not certified. ✗: beyond the limits."),
+        caption_justify="left",
+        padding=(0, 1, 0, 0),
+    )
+    for title, least in widths.items():
+        text = title in ("mechanism", "sampling")
+        table.add_column(title, justify="left" if text else "right", no_wrap=True, min_width=None if text else least)
+    for mechanism, row in zip(mechanisms, zip(*(cells[title] for title in widths), strict=True), strict=True):
+        table.add_row(*row, style={"➤": "bold green", "✗": "dim"}.get(_mark(mechanism, plan)))
+    return table
+
+
+def _mark(mechanism: Mechanism, plan: Plan | None) -> str:
+    if plan is None or plan.setup.fits(mechanism):
+        return "➤" if plan is not None and mechanism is plan.mechanism else " "
+    return "✗"
+
+
+def _noise(mechanism: Mechanism) -> str:
+    if mechanism.certified:
+        return at_least(mechanism.noise_multiplier, 4)
+    return f"~{at_least(mechanism.noise_multiplier, 3)}"
+
+
+def print_plan(plan: Plan, answers: Answers, console: Console) -> None:
+    """The run, the table, and the explanation."""
+    console.print(words.run(plan.setup), highlight=False)
+    console.print(mechanism_table(plan.alternatives, answers.dpsgd.rmse, plan, console.width))
+    console.print("\n".join(words.explanation(plan, answers)), highlight=False)
+    for note in plan.setup.notes:
+        console.print(f"Note: {note}.", style="yellow", highlight=False)
+
+
+def plan_text(plan: Plan, answers: Answers) -> str:
+    """The whole plan as text."""
+    text = io.StringIO()
+    print_plan(plan, answers, Console(width=_TEXT_WIDTH, file=text))
+    return text.getvalue()
+
+
+def plan_html(plan: Plan, answers: Answers) -> str:
+    """The plan for a notebook."""
+    return f"<pre>{html.escape(plan_text(plan, answers))}</pre>"
+
+
+def choices_table(choices: Sequence[Choice]) -> Table:
+    """Ways to spend a fixed number of steps."""
+    table = Table("epochs", "batch", "mechanism", "sampling", "σ", "error per example seen", box=box.SIMPLE_HEAD)
+    least = choices[0].noise_per_example
+    for choice in choices:
+        table.add_row(
+            f"{choice.setup.epochs:,}",
+            f"{choice.setup.batch_size:,}",
+            words.label(choice.mechanism),
+            choice.mechanism.sampling,
+            f"~{at_least(choice.mechanism.noise_multiplier, 4)}",
+            f"{choice.noise_per_example / least:.3f} × that of one epoch",
+        )
+    return table
+
+
+def check_table(checks: Sequence[Check]) -> Table:
+    """The claims that failed, or all of them when none did."""
+    false = [check for check in checks if not check.holds]
+    table = Table("claim", "stated", "recomputed", "", title="False claims" if false else None)
+    for check in false or checks:
+        shown = (escape(text) for text in (check.claim, _number(check.stated), _number(check.recomputed)))
+        table.add_row(*shown, "ok" if check.holds else "FALSE")
+    return table
+
+
+def _number(value: float | str) -> str:
+    return f"{value:.8g}" if isinstance(value, float) else str(value)
+
+
+def families_table() -> Table:
+    """Every mechanism that Quell knows, with its parameters."""
+    table = Table("mechanism", "parameters", "what it does")
+    for family in FAMILIES.values():
+        table.add_row(known_as(family), ", ".join(family.takes), family.summary)
+    return table
+
+
+def training_table(arms: Sequence[Mapping[str, str]]) -> Table:
+    """One row per way of training; `arms` as in `quell.train.content`."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("training", "mechanism", "batches"):
+        table.add_column(title, no_wrap=True)
+    for title in ("σ", "lr", "accuracy"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for arm in arms:
+        cells = (arm[key] for key in ("name", "mechanism", "batches", "sigma", "learning_rate", "accuracy"))
+        table.add_row(*cells, style="bold green" if arm["name"] == "planned" else None)
+    return table
+
+
+def text_of(table: Table) -> str:
+    """A table as plain text."""
+    text = io.StringIO()
+    Console(width=_TEXT_WIDTH, file=text).print(table)
+    return text.getvalue()

@@ -1,0 +1,282 @@
+"""Every sentence about plans, guarantees and runs: numbers in, strings out.
+
+The terminal, the page, the privacy report and notebooks all take their sentences from here, so that one fact is said
+in one way. Nothing is computed here and no sentence is taken apart again elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quell.errors import at_least
+from quell.strategy import FAMILIES
+from quell.strategy.family import DIVERGENCE, HORIZON, known_as
+
+if TYPE_CHECKING:
+    from quell.mechanism import Mechanism, Problem
+    from quell.planning import Plan
+    from quell.privacy import Estimate, Guarantee
+    from quell.questions import Answers, Choice
+    from quell.setup import Setup
+
+ERRORS = {"training": "predicted training error", "rmse": "RMSE", "maxse": "MaxSE"}
+_COLUMN_OF = {"training": "train", "rmse": "RMSE", "maxse": "MaxSE"}
+_SYMBOLS = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", HORIZON: "h", DIVERGENCE: "R"}
+_LEGEND = {
+    "bands": "p: bands",
+    "buffers": "d: buffers",
+    HORIZON: "h: how many steps back the noise design looks",
+    DIVERGENCE: "R: how much random batches the noise design counts on",
+}
+_COLUMNS = {
+    "σ": "σ: noise multiplier.",
+    "RMSE": "RMSE: average error that noise causes in the model, per unit of clip norm.",
+    "MaxSE": "MaxSE: the same at the worst step.",
+    "train": "train: predicted training error.",
+    "gain": "gain: DP-SGD's RMSE divided by this one (estimated where batches are random).",
+    "gap": "gap: this RMSE divided by the best possible without random batches.",
+    "mem": "mem: model-sized vectors kept.",
+    "draws": "draws: noise vectors made per step.",
+}
+_FIXED = "cyclic"
+_NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
+_DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+# Numbers
+
+
+def number(value: float) -> str:
+    """A probability, rounded up, with a power of ten where it is small.
+
+    >>> number(1e-5), number(2.5e-7), number(0.001)
+    ('10⁻⁵', '2.5·10⁻⁷', '0.001')
+    """
+    mantissa, _, exponent = at_least(value).partition("e")
+    if not exponent:
+        return mantissa
+    power = f"10{str(int(exponent)).translate(_DIGITS)}"
+    return power if mantissa == "1" else f"{mantissa}·{power}"
+
+
+def counted(count: int, thing: str) -> str:
+    """
+    >>> counted(1, "model copy"), counted(3900, "step")
+    ('1 model copy', '3,900 steps')
+    """
+    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
+    return f"{count:,} {thing if count == 1 else plural}"
+
+
+def copies(buffers: int) -> str:
+    return counted(buffers, "model copy") if buffers else "no extra memory"
+
+
+# Mechanisms and guarantees
+
+
+def label(mechanism: Mechanism) -> str:
+    """Family and parameters, short enough for a table."""
+    parameters = mechanism.strategy.parameters
+    shown = {name: value for name, value in parameters.items() if name in _SYMBOLS and (name, value) != ("lambda", 1.0)}
+    settings = [
+        f"{_SYMBOLS[name]}={value:.4g}" if isinstance(value, float) else f"{_SYMBOLS[name]}={value}"
+        for name, value in shown.items()
+    ]
+    star = "*" if parameters.get("column_normalise") else ""
+    name = known_as(FAMILIES["identity"]) if mechanism.name == "identity" else mechanism.name
+    return " ".join([f"{name}{star}", *settings])
+
+
+def legend(
+    mechanisms: Sequence[Mechanism], columns: Sequence[str] = tuple(_COLUMNS), objective: str | None = None
+) -> str:
+    """What the columns and letters of a table mean, those that are in it, and what a plan minimised."""
+    shown = [text for column, text in _COLUMNS.items() if column in columns]
+    parameters = [mechanism.strategy.parameters for mechanism in mechanisms]
+    letters = [text for name, text in _LEGEND.items() if any(name in each for each in parameters)]
+    shown += [f"{', '.join(letters)}."] if letters else []
+    if any(each.get("column_normalise") for each in parameters):
+        shown.append("*: columns of C scaled to norm 1.")
+    if objective is not None:
+        shown.append(f"The plan minimises {_COLUMN_OF[objective]}.")
+    families = [FAMILIES[name] for name in dict.fromkeys(each.name for each in mechanisms) if name != "identity"]
+    named = [f"{family.name} is {family.paper}" for family in families if family.paper]
+    return " ".join([*shown, *([f"In papers {', '.join(named)}."] if named else [])])
+
+
+def promise(guarantee: Guarantee, unit: str = "example") -> str:
+    """
+    The promise in one line, without the full stop: ε, δ, whom it protects and how batches are formed.
+    """
+    return (
+        f"{level(guarantee.epsilon, guarantee.delta)} per {unit} ({guarantee.adjacency} neighbours) under "
+        f"{guarantee.sampling} sampling"
+    )
+
+
+def level(epsilon: float, delta: float) -> str:
+    return f"({at_least(epsilon)}, {number(delta)})-DP"
+
+
+def proof(guarantee: Guarantee) -> str:
+    """How the promise is known."""
+    if guarantee.failure_probability:
+        return (
+            f"Certified by Monte-Carlo accounting ({guarantee.draws:,} draws, failure probability "
+            f"{number(guarantee.failure_probability)} included in δ)."
+        )
+    return f"Certified by the {guarantee.method} (sensitivity: {guarantee.sensitivity.kind})."
+
+
+def estimated(estimate: Estimate) -> str:
+    return f"Estimated, not certified: {level(estimate.epsilon, estimate.delta)} under {estimate.sampling} sampling."
+
+
+def details(problem: Problem, mechanism: Mechanism) -> list[str]:
+    """What lies behind one row: sensitivity, promise, and how an optimised strategy was found."""
+    guarantee, how, pattern = mechanism.guarantee, mechanism.strategy.convergence, problem.cycle.participation
+    moved = guarantee.sensitivity
+    lines = [
+        f"Sensitivity: {moved.value:.6g} ({moved.kind}; {moved.method}), if one {problem.unit} is used at most "
+        f"{counted(pattern.count, 'time')}, at least {counted(pattern.separation, 'step')} apart.",
+        f"Promise: {promise(guarantee, problem.unit)}. {proof(guarantee)}",
+    ]
+    if how is not None:
+        lines.append(
+            f"Optimised in {counted(how.iterations, 'iteration')}: largest gradient entry {how.gradient_norm:.1e}, "
+            f"last improvement {how.last_improvement:.1e}. {how.reason}"
+        )
+    return lines
+
+
+# Plans
+
+
+def run(setup: Setup) -> str:
+    """The run and its target in one line."""
+    pattern, unit = setup.cycle.participation, "user" if setup.user_level else "example"
+    uses = (
+        f" Each user takes part at most {counted(pattern.count, 'time')}, at least "
+        f"{counted(pattern.separation, 'step')} apart."
+        if setup.user_level
+        else ""
+    )
+    return (
+        f"{counted(setup.examples, 'example')}, batches of {setup.batch_size:,}, {counted(setup.epochs, 'epoch')}: "
+        f"{counted(setup.steps, 'step')}.{uses} Target: {level(setup.epsilon, setup.delta)} per {unit}."
+    )
+
+
+def recommendation(plan: Plan, answers: Answers) -> str:
+    """What to use and what it buys."""
+    chosen = plan.mechanism
+    use = f"{chosen.sampling} sampling and noise multiplier {at_least(chosen.noise_multiplier, 4)}"
+    if chosen.name == "identity":
+        why = (
+            ""
+            if chosen.sampling == _FIXED
+            else " At this privacy budget and number of steps, random batches help independent noise more than "
+            "correlated noise."
+        )
+        return f"Use DP-SGD with {use}. Nothing within your limits does better here.{why}"
+    memory = f"{copies(chosen.buffers)}{' of memory' if chosen.buffers else ''}"
+    gain, target = answers.dpsgd.rmse / chosen.rmse, level(plan.setup.epsilon, plan.setup.delta)
+    equal = f"{answers.equivalent_epsilon:.3g}" if answers.equivalent_epsilon < 1000 else "1000 or more"
+    bought = (
+        f"At the same {target} its noise leaves {gain:.3g} times less error (RMSE) in the model than DP-SGD's. DP-SGD "
+        f"would need ε = {equal} for equally little noise."
+        if gain >= _NOTABLE
+        else f"Its RMSE is {'hardly' if gain > 1 else 'no'} better than that of DP-SGD at the same {target}."
+    )
+    return f"Use {label(chosen)} with {use}: {memory}, {counted(chosen.draws, 'noise vector')} per step. {bought}"
+
+
+def explanation(plan: Plan, answers: Answers) -> list[str]:
+    """The recommendation, the other choice, what would change the answer, the bound, and the promise."""
+    chosen, objective = plan.mechanism, plan.setup.objective
+    lines = [recommendation(plan, answers)]
+    affordable = [mechanism for mechanism in plan.alternatives if plan.setup.fits(mechanism)]
+    other = min(affordable, key=lambda mechanism: mechanism.rmse)
+    if objective == "training" and other is not chosen and other.rmse < 0.99 * chosen.rmse:
+        worse = " but usually trains worse" if other.buffers > 0 or other.draws > 1 else ""
+        lines.append(
+            f"{label(other)} with {other.sampling} sampling has lower RMSE ({other.rmse:.4g} instead of "
+            f"{chosen.rmse:.4g}){worse}. To choose it anyway: --objective rmse."
+        )
+    first = min(affordable, key=lambda mechanism: mechanism.score(objective))
+    if first is not chosen and not first.certified:
+        lines.append(
+            f"The leaders are within estimation error of each other ({label(first)} is estimated to be "
+            f"{1 - first.score(objective) / chosen.score(objective):.1%} better); this one was certified."
+        )
+    lines.append(
+        " ".join(
+            f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
+            f"({ERRORS[objective]} {each.score(objective):.4g})."
+            for each in answers.frontier
+        )
+    )
+    for change in answers.changes:
+        if abs(1 - change.ratio) >= 0.005:
+            lines.append(
+                f"{change.what} would {'lower' if change.ratio < 1 else 'raise'} the error"
+                f"{' per example seen' if change.longer else ''} by {abs(1 - change.ratio):.0%} "
+                f"({label(change.mechanism)}, {change.mechanism.sampling} sampling)."
+            )
+    ratio = chosen.rmse / answers.lower_bound
+    lines.append(
+        f"The best possible RMSE without random batches is {answers.lower_bound:.4g}; this plan is "
+        f"{abs(ratio - 1):.0%} {'above' if ratio >= 1 else 'below'} it."
+    )
+    lines.append(f"Promise: {promise(chosen.guarantee, plan.problem.unit)}. {proof(chosen.guarantee)}")
+    if chosen.sampling != _FIXED:
+        lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
+    return lines
+
+
+def best_choice(choice: Choice) -> str:
+    """The end of a comparison of ways to spend a fixed number of steps."""
+    return (
+        f"Of these, {counted(choice.setup.epochs, 'epoch')} with batches of {choice.setup.batch_size:,} leave the "
+        "least error per example seen (estimated: plan that run to certify it)."
+    )
+
+
+# Training (`quell train`)
+
+
+def training(setup: Setup) -> str:
+    return f"{run(setup)} Momentum {setup.momentum:g}. The target holds for each private row by itself."
+
+
+def verdict(planned: Sequence[float], dpsgd: Sequence[float]) -> str:
+    """Final accuracies of the plan against those of DP-SGD, with as much confidence as the runs support."""
+    margin = 100 * (sum(planned) / len(planned) - sum(dpsgd) / len(dpsgd))
+    if len(planned) > 1 and (min(planned) > max(dpsgd) or max(planned) < min(dpsgd)):
+        winner, loser = ("The plan", "DP-SGD") if margin > 0 else ("DP-SGD", "the plan")
+        return f"{winner} beats {loser} by {abs(margin):.1f} points, in every run."
+    doubt = (
+        "but the runs overlap, so this may be chance"
+        if len(planned) > 1
+        else "in one run each, which shows little: use --runs 3"
+    )
+    return f"The plan is {abs(margin):.1f} points {'above' if margin >= 0 else 'below'} DP-SGD, {doubt}."
+
+
+def training_notes(seeded: bool, several: bool, validation: int, test: int) -> list[str]:
+    """What the promise does not cover. `validation` and `test` count examples held out for them (0: none)."""
+    found = []
+    if seeded:
+        found.append("A seed makes the runs repeatable and voids their privacy: leave it out for data that matters.")
+    elif several:
+        found.append("The promise is that of one planned run; each further run that you publish spends as much again.")
+    if validation:
+        found.append(
+            f"Learning rates were chosen on {validation:,} examples held out from training, from the same grid for "
+            "all rows; that choice is outside the promise (--lr avoids it)."
+        )
+    if test:
+        found.append(f"Accuracy is measured on {test:,} examples held out from the file.")
+    return found

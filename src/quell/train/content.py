@@ -1,0 +1,69 @@
+"""What a comparison found, as plain data: for `--json`, the table, the picture and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quell.curves import error_curve
+from quell.errors import at_least
+from quell.show import tables, words
+from quell.show.page import write
+from quell.show.page.document import assemble
+from quell.train.comparison import Outcome, Recipe
+
+_KINDS = {"not private": "frontier", "DP-SGD": "dpsgd", "planned": "recommended"}  # of the page's style
+
+
+def content_of(recipe: Recipe, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Rows, curves and sentences of a comparison (documented in docs/json.md)."""
+    finals = {outcome.arm.name: outcome.finals for outcome in outcomes}
+    both = {"planned", "DP-SGD"} <= finals.keys()
+    return {
+        "setup": words.training(recipe.plan.setup),
+        "verdict": words.verdict(finals["planned"], finals["DP-SGD"]) if both else None,
+        "notes": notes_of(recipe, outcomes),
+        "promise": words.promise(recipe.plan.mechanism.guarantee, recipe.plan.problem.unit),
+        "arms": [_arm(recipe, outcome) for outcome in outcomes],
+    }
+
+
+def notes_of(recipe: Recipe, outcomes: Sequence[Outcome]) -> list[str]:
+    """What the promise does not cover."""
+    return words.training_notes(
+        seeded=recipe.seed is not None,
+        several=len(outcomes) > 1 or len(outcomes[0].runs) > 1,
+        validation=len(recipe.data.validation) if outcomes[0].searched else 0,
+        test=0 if recipe.data.own_test else len(recipe.data.test),
+    )
+
+
+def write_page(content: dict[str, Any], path: Path) -> None:
+    """One HTML file that needs no network."""
+    text = tables.text_of(tables.training_table(content["arms"]))
+    write(assemble("Quell training", "training.html", ("charts.js", "training.js"), content, text).html, path)
+
+
+def _arm(recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
+    mechanism = outcome.arm.mechanism
+    spread = "" if outcome.deviation is None else f" ± {100 * outcome.deviation:.1f}"
+    row: dict[str, Any] = {"name": outcome.arm.name, "mechanism": "no noise", "batches": "shuffled"}
+    row |= {"sigma": "–", "rmse": "–", "noise": None}
+    if mechanism is not None:
+        row |= {
+            "mechanism": "independent noise" if mechanism.name == "identity" else words.label(mechanism),
+            "batches": mechanism.sampling,
+            "sigma": at_least(mechanism.noise_multiplier, 4),
+            "rmse": f"{mechanism.rmse:.4g}",
+            "noise": error_curve(mechanism, recipe.plan.problem.workload),
+        }
+    return row | {
+        "learning_rate": f"{outcome.learning_rate:.3g}",
+        "accuracy": f"{100 * outcome.mean:.1f}%{spread}",
+        "kind": _KINDS[outcome.arm.name],
+        "finals": outcome.finals,
+        "searched": {f"{rate:g}": value for rate, value in outcome.searched.items()},
+        "accuracies": [run.accuracies for run in outcome.runs],
+        "curve": outcome.curve,
+    }
