@@ -47,6 +47,7 @@ _ROOMS = (
     "research",
     "sampling",
     "sensitivity",
+    "show",
     "strategy",
     "torch",
     "workload",
