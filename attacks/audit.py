@@ -21,7 +21,7 @@ from attacks.outcome import Outcome, Trial, by_group, spread
 from attacks.pricing import BANDED
 from quell import privacy, strategy, workload
 from quell.noise import Key, NoiseSpec, NoiseStream
-from quell.sampling import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
+from quell.schemes import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy import Strategy
 
 CONFIDENCE = 1e-6 / 2  # for each of the two probabilities

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quell import strategy, workload
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy import Strategy
 
 SLOW_TO_FIND = ("band", "dense", "blt", "fractional")  # a search of a second or so each

@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 
 from attacks.outcome import Outcome, Trial, spread, summed
 from quell.errors import QuellError
-from quell.planning import Plan, problem_of
-from quell.setup import Setup
+from quell.planning import Plan, Prices
+from quell.run import Run
 from quell.torch import make_private
 from quell.torch.private import CLIPPING
 
@@ -149,8 +149,8 @@ def attack(count: int, seed: int, workers: int = 1) -> list[Outcome]:
 @cache
 def _plan() -> Plan:
     """One step with little noise, so that little of it is in the way."""
-    setup = Setup(examples=BATCH, batch_size=BATCH, epochs=1, epsilon=50.0, delta=0.1, sampling="cyclic")
-    return Plan(setup, (problem_of(setup).price("identity"),), 0)
+    run = Run.from_data(examples=BATCH, batch_size=BATCH, epochs=1, epsilon=50.0, delta=0.1, sampling="cyclic")
+    return Plan(run, (Prices(run).price("identity"),), 0)
 
 
 def one(seed: int) -> Trial:

@@ -31,8 +31,8 @@ from torch.utils.data import Dataset
 
 from attacks.outcome import Outcome, Trial, spread, summed
 from quell.errors import QuellError
-from quell.planning import Plan, problem_of
-from quell.setup import Setup
+from quell.planning import Plan, Prices
+from quell.run import Run
 from quell.torch import make_private
 from quell.torch.private import CLIPPING
 
@@ -85,8 +85,8 @@ def attack(count: int, seed: int, workers: int = 1) -> list[Outcome]:
 
 @cache
 def _plan(mechanism: str, sampling: str) -> Plan:
-    setup = Setup(examples=40, batch_size=8, epochs=6, epsilon=8.0, delta=1e-2, sampling=sampling)
-    return Plan(setup, (problem_of(setup).price(mechanism, **MECHANISMS[mechanism]),), 0)
+    run = Run.from_data(examples=40, batch_size=8, epochs=6, epsilon=8.0, delta=1e-2, sampling=sampling)
+    return Plan(run, (Prices(run).price(mechanism, **MECHANISMS[mechanism]),), 0)
 
 
 @cache

@@ -23,9 +23,8 @@ from attacks.cases import random_parameters
 from attacks.outcome import Outcome, Trial, spread, summed
 from quell import strategy
 from quell.errors import QuellError
-from quell.mechanism import Mechanism
-from quell.planning import Plan, problem_of
-from quell.setup import Setup
+from quell.planning import Mechanism, Plan, Prices
+from quell.run import Run
 from quell.torch import make_private
 
 FALSE_ALARM = 1e-6  # of a full run
@@ -85,7 +84,7 @@ def judged(rows: list[Any], mechanism: Mechanism, clip: float, label: str) -> Tr
 
 def _mechanism(family: str, random: np.random.Generator) -> tuple[Plan, Mechanism]:
     epochs = {"dense": 1, "hostile": 4}.get(family, int(random.integers(1, 4)))
-    setup = Setup(
+    run = Run.from_data(
         examples=int(random.integers(8, 13)) * 4,
         batch_size=4,
         epochs=epochs,
@@ -94,15 +93,15 @@ def _mechanism(family: str, random: np.random.Generator) -> tuple[Plan, Mechanis
         sampling="cyclic",
         momentum=float(random.choice([0.0, 0.9])),
     )
-    problem = problem_of(setup)
+    prices = Prices(run)
     if family == "hostile":
         bands = int(random.integers(2, 4))
         solution = np.concatenate([[1.0], random.choice([-1, 1], bands - 1) * random.uniform(1, 3, bands - 1)])
-        built = strategy.build("band_toeplitz", setup.workload, setup.cycle.participation, solution, bands=bands)
-        mechanism = problem.priced(built)
+        built = prices.build("band_toeplitz", solution, bands=bands)
+        mechanism = prices.certify(built)
     else:
-        mechanism = problem.price(family, **random_parameters(random, family, 6))
-    return Plan(setup, (mechanism,), 0), mechanism
+        mechanism = prices.price(family, **random_parameters(random, family, 6))
+    return Plan(run, (mechanism,), 0), mechanism
 
 
 def _released(plan: Plan, clip: float, generator: str, memory: float) -> Any:
@@ -116,7 +115,7 @@ def _released(plan: Plan, clip: float, generator: str, memory: float) -> Any:
         seen.append(torch.cat(grads).numpy())
 
     optimizer.register_step_pre_hook(note)
-    data = TensorDataset(torch.zeros(plan.setup.examples, 58))
+    data = TensorDataset(torch.zeros(plan.run.examples, 58))
     private, optimizer, loader = make_private(
         model, optimizer, data, plan, clip, generator=generator, noise_memory=memory
     )

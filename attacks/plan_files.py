@@ -25,8 +25,8 @@ import quell
 from attacks.outcome import Outcome, Trial, spread, summed
 from attacks.pricing import true_delta
 from quell.errors import QuellError
-from quell.planning import Plan, problem_of
-from quell.setup import Setup
+from quell.planning import Plan, Prices
+from quell.run import Run
 
 SECONDS = 60.0  # of processor time that a small file may take
 _PORTION = 250  # mutations of one task
@@ -69,10 +69,10 @@ def portion(task: tuple[int, int]) -> list[Trial]:
 def honest(number: int) -> dict[str, Any]:
     """The content of an honest plan file."""
     changes, rows = HONEST[number]
-    setup = Setup(**{**_BASE, **changes})
-    problem = problem_of(setup)
-    priced = sorted((problem.price(name, **given) for name, given in rows), key=lambda row: row.score(setup.objective))
-    plan = Plan(setup, tuple(priced), 0)
+    run = Run.from_data(**{**_BASE, **changes})
+    prices = Prices(run)
+    priced = sorted((prices.price(name, **given) for name, given in rows), key=lambda row: row.score(run.objective))
+    plan = Plan(run, tuple(priced), 0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         plan.save(path)
@@ -105,14 +105,14 @@ def judged(path: Path, label: str) -> Trial:
     """An accepted file: does it say what it loads as, and is that true?"""
     plan, content = Plan.load(path), json.loads(path.read_text(encoding="utf-8"))
     fresh = json.loads(json.dumps(plan.as_dict()))
-    content["setup"]["sampling"] = fresh["setup"]["sampling"]  # what may be chosen from; the choice is in the rows
+    content["run"]["sampling"] = fresh["run"]["sampling"]  # what may be chosen from; the choice is in the rows
     if not _same(content, fresh):
         return Trial("plans", flaw=f"{label} verifies, but states something else than the plan that it loads as")
     worst = 0.0
     for row in plan.mechanisms:
-        scheme = plan.problem.scheme_of(row.strategy, row.sampling)
-        measured = true_delta(row.strategy, scheme, row.noise_multiplier, plan.setup.epsilon, seed=3)
-        worst = max(worst, measured.lower / plan.setup.delta)
+        scheme = plan.prices.scheme_of(row)
+        measured = true_delta(row.strategy, scheme, row.noise_multiplier, plan.run.epsilon, seed=3)
+        worst = max(worst, measured.lower / plan.run.delta)
         if worst > 1:
             return Trial("plans", worst, f"{label} verifies, but the delta of {row!r} is {measured.delta:.4g}")
     return Trial("plans", worst)
@@ -133,16 +133,15 @@ def _less_noise(content: dict[str, Any], random: np.random.Generator) -> str:
     """A smaller noise multiplier, with the errors to match."""
     share = 1 - 10 ** random.uniform(-5, -0.1)
     for row in content["mechanisms"]:
-        for key in ("noise_multiplier", "rmse", "maxse", "training"):
-            row[key] *= share
+        for part, key in (("noise", "multiplier"), ("error", "rmse"), ("error", "maxse"), ("error", "training")):
+            row[part][key] *= share
     return json.dumps(content)
 
 
 def _stronger_promise(content: dict[str, Any], random: np.random.Generator) -> str:
-    """A smaller ε or δ, wherever it is written."""
+    """A smaller ε or δ."""
     key, share = str(random.choice(["epsilon", "delta"])), 1 - 10 ** random.uniform(-5, -0.1)
-    for place in (content["setup"], *content["mechanisms"], *(row["guarantee"] for row in content["mechanisms"])):
-        place[key] *= share
+    content["run"]["promise"][key] *= share
     return json.dumps(content)
 
 
@@ -151,30 +150,28 @@ def _other_scheme(content: dict[str, Any], random: np.random.Generator) -> str:
     name = str(random.choice(["cyclic", "balls_in_bins", "poisson", "cyclic_poisson", "b_min_sep", "best"]))
     if name != "best":
         for row in content["mechanisms"]:
-            row["sampling"] = row["guarantee"]["sampling"] = name
+            row["guarantee"]["sampling"] = name
     if random.random() < 0.7:
-        content["setup"]["sampling"] = name
+        content["run"]["sampling"] = name
     if random.random() < 0.3:
-        content["mechanisms"][0]["guarantee"]["unit"] = "user"
+        content["run"]["promise"]["unit"] = "user"
     return json.dumps(content)
 
 
 def _other_size(content: dict[str, Any], random: np.random.Generator) -> str:
     """More epochs, smaller batches, other participations: the same noise for a longer run."""
-    setup = content["setup"]
+    run = content["run"]
     key = str(random.choice(["examples", "batch_size", "epochs", "separation", "participations"]))
-    setup[key] = max(1, int((setup[key] or 3) * random.choice([0.5, 1.5, 2])) + int(random.integers(-1, 2)))
-    if random.random() < 0.5:
-        steps = setup["examples"] // setup["batch_size"] * setup["epochs"]
-        for row in content["mechanisms"]:
-            row.update(steps=steps, epochs=setup["epochs"])
+    run[key] = max(1, int((run.get(key) or 3) * random.choice([0.5, 1.5, 2])) + int(random.integers(-1, 2)))
     return json.dumps(content)
 
 
 def _other_coefficients(content: dict[str, Any], random: np.random.Generator) -> str:
     """The solution or a parameter of a mechanism, moved a little."""
     row = content["mechanisms"][int(random.integers(len(content["mechanisms"])))]
-    names = [key for key in ("solution", "bands", "lambda", "gamma", "buffers", "column_normalise") if key in row]
+    given = row["parameters"]
+    names = [key for key in ("bands", "lambda", "gamma", "buffers", "column_normalise") if key in given]
+    names += ["solution"] if "solution" in row else []
     if not names:
         return _one_value(content, random)
     key = str(random.choice(names))
@@ -182,10 +179,10 @@ def _other_coefficients(content: dict[str, Any], random: np.random.Generator) ->
         values = np.array(row[key], dtype=np.float64)
         values.flat[int(random.integers(values.size))] *= random.choice([0.5, 0.9, 0.999, 1.001, 1.5, -1.0, 0.0])
         row[key] = values.tolist()
-    elif isinstance(row[key], bool):
-        row[key] = not row[key]
+    elif isinstance(given[key], bool):
+        given[key] = not given[key]
     else:
-        row[key] = type(row[key])(row[key] * random.choice([0.5, 0.9, 1.5])) + int(random.integers(0, 2))
+        given[key] = type(given[key])(given[key] * random.choice([0.5, 0.9, 1.5])) + int(random.integers(0, 2))
     return json.dumps(content)
 
 
@@ -227,7 +224,7 @@ def _keys(content: dict[str, Any], random: np.random.Generator) -> str:
             rows.pop(int(random.integers(len(rows))))
             content["recommended"] = 0
         case _:
-            name = str(random.choice(["epsilon", "delta", "noise_multiplier"]))
+            name = str(random.choice(["epsilon", "delta", "multiplier"]))
             return json.dumps(content).replace(f'"{name}"', f'"{name}": 1e-9, "{name}"', 1)
     return json.dumps(content)
 

@@ -20,8 +20,9 @@ from attacks.cases import build, random_family, random_parameters, random_worklo
 from attacks.outcome import Outcome, Trial, by_group, spread
 from quell import privacy
 from quell.errors import QuellError
+from quell.participation import Participation
 from quell.privacy import Guarantee
-from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Participation, Poisson, Scheme
+from quell.schemes import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy import Strategy
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]

@@ -39,7 +39,7 @@ PEER_SAMPLES = 200
 
 def quell_side(case: Case) -> Case:
     from quell import privacy, strategy, workload
-    from quell.sampling import BallsInBins
+    from quell.schemes import BallsInBins
 
     name, parameters = STRATEGIES[case["strategy"]]
     scheme = BallsInBins(case["n"], case["b"])

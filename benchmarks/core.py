@@ -15,10 +15,9 @@ from functools import partial
 
 import numpy as np
 
-from quell import workload
 from quell.algebra import series
-from quell.mechanism import Problem
-from quell.sampling import Cyclic
+from quell.planning import Prices
+from quell.run import Run
 
 
 def median_seconds(action: Callable[[], object], repeats: int = 5) -> float:
@@ -47,11 +46,11 @@ def main() -> None:
     for momentum, decay in ((0.0, 1.0), (0.9, 0.9999)):
         for name, parameters in cases:
             for normalise in ({}, {"column_normalise": True}):
-                task = workload.sgd(n, momentum, decay)
-                problem = Problem(task, Cyclic.from_epochs(n, 10), 10, epsilon=8.0, delta=1e-5)
+                run = Run.from_steps(steps=n, epochs=10, epsilon=8.0, delta=1e-5, momentum=momentum, weight_decay=decay)
+                prices = Prices(run)
                 options = {**parameters, **normalise}
-                problem.price(name, **options)  # the first call compiles
-                seconds = median_seconds(partial(problem.price, name, **options), 3)
+                prices.price(name, **options)  # the first call compiles
+                seconds = median_seconds(partial(prices.price, name, **options), 3)
                 print(
                     f"momentum {momentum:3} {name:10} {options!s:45} {seconds:7.3f} s  {seconds / unit:6.1f} products"
                 )

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quell import QuellError, strategy, workload
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy.precision import MOST_GROWTH, measure, shortfall
 
 LENGTHS = (10, 100, 1000, 10_000, 100_000, 1_000_000)

@@ -50,7 +50,7 @@ def quell_side(case: Case) -> tuple[dict[str, float], np.ndarray | None]:
 
     from quell import strategy, workload
     from quell.algebra import banded, dense  # noqa: F401
-    from quell.sampling import Participation
+    from quell.participation import Participation
 
     n = case["n"]
     task, pattern = workload.prefix(n), Participation(n, n // case.get("k", 1))
@@ -124,9 +124,9 @@ def loss(case: Case, solution: np.ndarray | None) -> float:
 
     from quell import workload
     from quell.algebra import blt
-    from quell.error import error
-    from quell.sampling import Participation
-    from quell.sensitivity import sensitivity
+    from quell.analysis.error import error
+    from quell.analysis.sensitivity import sensitivity
+    from quell.participation import Participation
     from quell.strategy import BandedStrategy, ToeplitzStrategy
 
     n, kind = case["n"], case["kind"]

@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import quell.torch
-from quell.planning import Plan, problem_of
-from quell.setup import Setup
+from quell.planning import Plan, Prices
+from quell.run import Run
 
 try:
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
@@ -126,8 +126,8 @@ def names_of(task: Task) -> list[str]:
 def plan_of(batch: int) -> Plan:
     # Cyclic batches of data that they divide all have the same size, which is what the other loops are given.
     examples = batch * STEPS_PER_EPOCH
-    setup = Setup(examples, batch, EPOCHS, epsilon=8.0, delta=1e-5, momentum=0.9, sampling="cyclic")
-    return Plan(setup, (problem_of(setup).price("lambda_cgd", **{"lambda": 0.9}),), 0)
+    run = Run.from_data(examples, batch, EPOCHS, epsilon=8.0, delta=1e-5, momentum=0.9, sampling="cyclic")
+    return Plan(run, (Prices(run).price("lambda_cgd", **{"lambda": 0.9}),), 0)
 
 
 def load_code(task: Task) -> None:

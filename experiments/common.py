@@ -13,7 +13,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import blake2b
@@ -24,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from quell import __version__, strategy, workload
+from quell.analysis.sensitivity import Sensitivity
 from quell.errors import QuellError
 from quell.noise import Key, SeededKeyWarning
-from quell.planning import Plan, problem_of
+from quell.participation import Participation
+from quell.planning import Plan, Prices
 from quell.privacy import Guarantee
-from quell.sampling import Participation
-from quell.sensitivity import Sensitivity
-from quell.setup import Setup
+from quell.run import Optimizer, Promise, Run
+from quell.schemes import named
 from quell.strategy import Strategy
 
 HERE = Path(__file__).parent
@@ -102,34 +102,21 @@ def strategy_of(plan: Entry) -> Strategy:
     return strategy.build(family.name, fitted, Participation(n, plan["separation"]), solution, **parameters)
 
 
-@dataclass(frozen=True)
-class RecordedSetup(Setup):
-    """A set-up with the steps of a plan file. In the BISR paper's split the last epoch is a step longer than others."""
-
-    recorded_steps: int = 0
-
-    @property
-    def steps(self) -> int:
-        return self.recorded_steps
-
-
 def plan_of(line: Entry, examples: int) -> Plan:
     """The plan that `make_private` takes, from a line of a plan file, for a data set of that size.
 
     The guarantee is the one that `plans.py` certified: this takes its numbers over and certifies nothing again.
     """
-    setup = RecordedSetup(
-        examples,
-        examples // line["separation"],
+    run = Run(
+        Participation(line["steps"], line["separation"]),
         line["epochs"],
-        line["epsilon"],
-        line["delta"],
-        momentum=line["momentum"],
-        weight_decay=line["weight_decay"],
-        sampling=line["sampling"],
-        recorded_steps=line["steps"],
+        Promise(line["epsilon"], line["delta"]),
+        Optimizer(line["momentum"], line["weight_decay"]),
+        named(line["sampling"]),
+        examples=examples,
+        batch_size=examples // line["separation"],
     )
-    if setup.steps_per_epoch != line["separation"]:
+    if examples // (examples // line["separation"]) != line["separation"]:
         raise QuellError(f"{examples:,} examples do not make {line['separation']} batches an epoch: use more of them")
     stated = line["guarantee"]
     least = line["sensitivity"] if stated["sensitivity"] == "exact" else 0.0
@@ -143,7 +130,7 @@ def plan_of(line: Entry, examples: int) -> Plan:
         method=stated["method"],
         failure_probability=stated["failure_probability"],
     )
-    return Plan(setup, (problem_of(setup).with_claim(strategy_of(line), guarantee),), 0)
+    return Plan(run, (Prices(run).with_claim(strategy_of(line), guarantee),), 0)
 
 
 def seeded_key(purpose: str) -> Key:

@@ -21,9 +21,10 @@ from plotting import lines
 
 from quell import privacy, strategy, workload
 from quell.algebra import banded
-from quell.error import error
-from quell.sampling import CyclicPoisson, Participation
-from quell.sensitivity import sensitivity
+from quell.analysis.error import error
+from quell.analysis.sensitivity import sensitivity
+from quell.participation import Participation
+from quell.schemes import CyclicPoisson
 from quell.strategy import Parameter, Strategy
 
 DELTA = 1e-8

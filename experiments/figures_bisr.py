@@ -14,10 +14,10 @@ from common import RESULTS, Entry, Results
 from plotting import lines
 
 from quell import strategy, workload
-from quell.error import error
+from quell.analysis.error import error
+from quell.analysis.sensitivity import sensitivity
 from quell.errors import QuellError
-from quell.sampling import Cyclic
-from quell.sensitivity import sensitivity
+from quell.schemes import Cyclic
 from quell.strategy import Parameter
 
 SETTINGS = ((1.0, 0.0), (0.999, 0.0), (1.0, 0.9))

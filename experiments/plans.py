@@ -14,8 +14,8 @@ from typing import Any
 from common import PLANS, Entry, read_json, write_json
 
 from quell import plan, strategy, workload
-from quell.mechanism import Problem
-from quell.sampling import Cyclic
+from quell.planning import Prices, version2
+from quell.run import Run
 
 EPOCHS, DELTA = 10, 1e-5
 
@@ -82,10 +82,20 @@ def priced(choice: Choice, task: Task, size: str, epsilon: float, sampling: str)
     """The line of a plan file."""
     steps, separation = task.runs[size]
     optimizer = workload.sgd(steps, task.momentum, task.decay)
-    problem = Problem(optimizer, Cyclic(steps, separation), EPOCHS, epsilon, DELTA, sampling)
+    run = Run.from_steps(
+        steps=steps,
+        separation=separation,
+        epochs=EPOCHS,
+        epsilon=epsilon,
+        delta=DELTA,
+        sampling=sampling,
+        momentum=task.momentum,
+        weight_decay=task.decay,
+    )
+    prices = Prices(run)
     fitted = workload.prefix(steps) if choice.fitted_to == "prefix" else optimizer
-    built = strategy.build(choice.family, fitted, problem.cycle.participation, None, **choice.parameters)
-    return {**problem.row(problem.priced(built)), "fitted_to": choice.fitted_to}
+    built = strategy.build(choice.family, fitted, run.participation, None, **choice.parameters)
+    return {**version2.row(prices, prices.certify(built)), "fitted_to": choice.fitted_to}
 
 
 def planned(task: Task, epsilon: float) -> Choice:

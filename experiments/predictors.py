@@ -11,8 +11,8 @@ from plans import plan_name
 from scipy.stats import spearmanr
 
 from quell import workload
-from quell.error import error
-from quell.objective import training_error
+from quell.analysis.error import error
+from quell.analysis.objective import training_error
 
 
 @dataclass(frozen=True)

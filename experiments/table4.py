@@ -22,9 +22,9 @@ from pathlib import Path
 from common import RESULTS, Entry, Results
 
 from quell import privacy, strategy, workload
-from quell.error import error
+from quell.analysis.error import error
 from quell.errors import QuellError
-from quell.sampling import BallsInBins, Cyclic, Poisson
+from quell.schemes import BallsInBins, Cyclic, Poisson
 
 N, B, DELTA = 3900, 390, 1e-5
 EPSILONS = (8.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.25)

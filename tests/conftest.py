@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from quell import workload
-from quell.mechanism import Problem
-from quell.sampling import Cyclic
+from quell.planning import Prices
+from quell.run import Run
 
 settings.register_profile("quell", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("quell")
@@ -29,6 +28,6 @@ def random() -> np.random.Generator:
 
 
 @pytest.fixture(scope="session")
-def table4() -> Problem:
+def table4() -> Prices:
     """The setting of Table 4 of arXiv:2601.22334: CIFAR-10, batch 128, 10 epochs, prefix sums, ε = 8."""
-    return Problem(workload.prefix(3900), Cyclic(3900, 390), epochs=10, epsilon=8.0, delta=1e-5)
+    return Prices(Run.from_steps(steps=3900, epochs=10, epsilon=8.0, delta=1e-5))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from quell._types import Array
-from quell.sampling import Participation
+from quell.participation import Participation
 
 
 def by_enumeration(matrix: Array, participation: Participation) -> float:

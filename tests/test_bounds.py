@@ -10,10 +10,11 @@ from enumeration import by_enumeration
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quell import bounds, strategy, workload
-from quell.error import error
-from quell.sampling import Participation
-from quell.sensitivity import sensitivity
+from quell import strategy, workload
+from quell.analysis import bounds
+from quell.analysis.error import error
+from quell.analysis.sensitivity import sensitivity
+from quell.participation import Participation
 
 tasks = st.sampled_from([(0.0, 1.0), (0.9, 1.0), (0.0, 0.95), (0.9, 0.999)])
 

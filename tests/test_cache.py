@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quell import cache, strategy, workload
-from quell.sampling import Participation
+from quell.participation import Participation
 
 QUESTION = {"family": "test", "bands": 3}
 

@@ -104,7 +104,7 @@ def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
 
 
 def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
-    monkeypatch.setattr(plan.questions, "plan_for_rmse", lambda setup, target, progress: planning.make_plan(setup))
+    monkeypatch.setattr(plan.questions, "plan_for_rmse", lambda run, target, progress: planning.make_plan(run))
     for more in ([], ["--objective", "rmse"]):
         assert json.loads(quell(*PLAN, "--target-rmse", "9", *more, "--json"))["setup"]["objective"] == "rmse"
     assert json.loads(quell(*PLAN, "--json"))["setup"]["objective"] == "training"

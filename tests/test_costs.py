@@ -13,7 +13,7 @@ import quell
 from quell import bench, costs
 from quell.costs import DEVICES, NoiseCost, TimeLimit
 from quell.errors import QuellError
-from quell.setup import Setup
+from quell.run import Run
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 SMALL = {"examples": 1000, "batch_size": 50, "epochs": 4, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
@@ -67,8 +67,8 @@ def test_a_time_limit_is_a_share_of_the_step():
 
 
 def test_noise_must_fit_memory_draws_and_time():
-    setup = Setup(**SMALL, memory=2, draws=4, time_limit=TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=4.5))
-    fitting = {(b, d) for b in range(8) for d in range(1, 8) if setup.fits(SimpleNamespace(buffers=b, draws=d))}
+    run = Run.from_data(**SMALL, memory=2, draws=4, time_limit=TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=4.5))
+    fitting = {(b, d) for b in range(8) for d in range(1, 8) if run.fits(SimpleNamespace(buffers=b, draws=d))}
     assert fitting == {(b, d) for b in range(3) for d in range(1, 5) if 1 + b + d - 1 <= 4.5}
     plan = quell.plan(**SMALL, time_limit=TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=3.5))
     copies = [int(found) for found in re.findall(r"Best with (\d+) model cop", plan.explain())]
@@ -83,9 +83,9 @@ def test_plans_keep_their_time_limit_and_verify_anywhere(tmp_path):
     assert any(m.buffers + m.draws - 1 > 2 for m in plan.alternatives)
     path = tmp_path / "plan.json"
     plan.save(path)
-    assert quell.Plan.load(path).setup == plan.setup
+    assert quell.Plan.load(path).run == plan.run
     content = json.loads(path.read_text())
-    content["setup"]["time_limit"]["most"] = 100.0  # then something else would have been recommended
+    content["run"]["limits"]["time_limit"]["most"] = 100.0  # then something else would have been recommended
     path.write_text(json.dumps(content))
     assert any(not check.holds for check in quell.verify(path))
 
@@ -110,7 +110,7 @@ def test_measuring_writes_what_plans_read(tmp_path, monkeypatch):
         (lambda: TimeLimit.of_share(0.1, 0, 1, "cpu"), "step_seconds=0 must be positive"),
         (lambda: bench.measure(10, "tpu"), "nothing to measure on 'tpu'"),
         (lambda: NoiseCost(1.0, -1.0, 1.0), "noise cost draw=-1"),
-        (lambda: Setup(**SMALL, objective="accuracy"), "there is no objective 'accuracy'"),
+        (lambda: Run.from_data(**SMALL, objective="accuracy"), "there is no objective 'accuracy'"),
     ],
 )
 def test_bad_costs_get_one_clear_sentence(call, message):

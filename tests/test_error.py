@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from quell import strategy, workload
 from quell.algebra import streaming
-from quell.error import error, query_variances
+from quell.analysis.error import error, query_variances
 from quell.errors import QuellError
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy import ToeplitzStrategy
 
 N = 24
@@ -68,7 +68,7 @@ def test_lambda_cgd_closed_forms(lambda_, n):
 def test_full_batch_errors_of_theorem_4():
     n = 200
     pattern, sums = Participation(n, 1), workload.prefix(n)
-    from quell.sensitivity import sensitivity
+    from quell.analysis.sensitivity import sensitivity
 
     def total(name: str) -> float:
         tested = strategy.build(name, sums, pattern)

@@ -18,9 +18,9 @@ import results_page  # noqa: E402
 import training  # noqa: E402
 
 from quell import privacy, strategy, workload  # noqa: E402
-from quell.error import error  # noqa: E402
+from quell.analysis.error import error  # noqa: E402
 from quell.noise import NoiseSpec  # noqa: E402
-from quell.sampling import BallsInBins, Cyclic  # noqa: E402
+from quell.schemes import BallsInBins, Cyclic  # noqa: E402
 from quell.torch import CorrelatedNoise  # noqa: E402
 from quell.torch.run import scheme_of  # noqa: E402
 
@@ -95,15 +95,13 @@ def test_every_line_of_the_plan_files_is_a_plan_with_its_own_batches_and_noise()
             examples = task.examples if name.endswith("full") else task.examples * 4 // 5
             plan = common.plan_of(line, examples)
             scheme = scheme_of(plan, plan.mechanism)
-            assert (plan.steps, scheme.steps, plan.setup.steps_per_epoch) == (line["steps"],) * 2 + (
-                line["separation"],
-            )
+            assert (plan.steps, scheme.steps, plan.run.steps_per_epoch) == (line["steps"],) * 2 + (line["separation"],)
             assert (scheme.name, plan.mechanism.noise_multiplier) == (line["sampling"], line["noise_multiplier"]), name
             promised = plan.mechanism.guarantee
             assert (promised.epsilon, promised.delta, promised.adjacency, promised.failure_probability) == tuple(
                 line["guarantee"][key] for key in ("epsilon", "delta", "adjacency", "failure_probability")
             )
-            assert (plan.setup.epsilon, plan.setup.delta) == (promised.epsilon, promised.delta)
+            assert (plan.run.epsilon, plan.run.delta) == (promised.epsilon, promised.delta)
             assert plan.mechanism.rmse == pytest.approx(line["rmse"], rel=1e-6), name
 
 

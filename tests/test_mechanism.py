@@ -6,8 +6,8 @@ import pytest
 
 from quell import workload
 from quell.errors import QuellError
-from quell.mechanism import Problem
-from quell.sampling import Cyclic
+from quell.planning import Prices
+from quell.run import Run
 
 # Column "ε=8 (w/o Amp)" of Table 4, the explicit families, as printed.
 TABLE_4 = [
@@ -34,33 +34,31 @@ def test_table_4_without_amplification(table4, name, parameters, printed):
 @pytest.mark.parametrize(("name", "printed"), [("identity", 1.8), ("bsr", 3.3)])
 def test_noise_multipliers_of_the_bisr_paper(name, printed):
     """40,000 images in batches of 512 for 10 epochs: 781 steps, separation 78, hence 11 participations."""
-    task = workload.sgd(781, momentum=0.9, weight_decay=0.9999)
-    problem = Problem(task, Cyclic.from_epochs(781, 10), epochs=10, epsilon=9.0, delta=1e-5)
-    assert problem.cycle.separation == 78
-    assert problem.cycle.participation.count == 11
-    priced = problem.price(name, **({"bands": 4} if name == "bsr" else {}))
+    run = Run.from_steps(steps=781, epochs=10, epsilon=9.0, delta=1e-5, momentum=0.9, weight_decay=0.9999)
+    prices = Prices(run)
+    assert run.participation.separation == 78
+    assert run.participation.count == 11
+    priced = prices.price(name, **({"bands": 4} if name == "bsr" else {}))
     assert round(priced.noise_multiplier, 1) == printed
 
 
 def test_a_row_has_the_documented_keys(table4):
-    row = table4.row(table4.price("fractional", bands=4, gamma=0.7))
-    documented = (
-        "mechanism bands gamma lambda column_normalise steps epochs separation participations momentum "
-        "weight_decay learning_rates epsilon delta "
-        "sampling sensitivity sensitivity_kind noise_multiplier rmse maxse training buffers draws "
-        "dpsgd_rmse lower_bound guarantee"
-    )
-    assert list(row) == documented.split()
-    assert row["rmse"] < row["maxse"] < row["dpsgd_rmse"]
-    assert row["lower_bound"] < row["rmse"]
+    content = table4.as_dict([table4.price("fractional", bands=4, gamma=0.7)])
+    (row,) = content["mechanisms"]
+    assert list(content) == ["run", "yardsticks", "mechanisms"]
+    assert list(row) == ["family", "parameters", "noise", "error", "guarantee"]
+    assert list(row["parameters"]) == ["bands", "gamma", "lambda", "column_normalise"]
+    assert row["error"]["rmse"] < row["error"]["maxse"] < content["yardsticks"]["dpsgd_rmse"]
+    assert content["yardsticks"]["lower_bound"] < row["error"]["rmse"]
 
 
 def test_epsilon_does_not_depend_on_the_learning_rate():
     """Scaling or scheduling the learning rate changes errors, never the noise of a given strategy."""
-    scheme = Cyclic(100, 10)
     rates = workload.schedule("cosine", 100)
     noise = {
-        Problem(workload.sgd(100, 0.9, 1.0, scale), scheme, 10, 8.0, 1e-5).price("bisr", bands=4).noise_multiplier
+        Prices(Run.from_steps(steps=100, epochs=10, epsilon=8.0, delta=1e-5, momentum=0.9, learning_rates=scale))
+        .price("bisr", bands=4)
+        .noise_multiplier
         for scale in (None, rates, 0.001 * rates, 1000 * rates)
     }
     assert len(noise) == 1
@@ -85,7 +83,7 @@ def test_memory_of_each_recurrence(table4, name, buffers, draws):
 
 def test_a_separation_that_contradicts_the_epochs_is_refused():
     with pytest.raises(QuellError, match="lets an example take part 1 times, but 100 epochs"):
-        Problem(workload.prefix(1000), Cyclic(1000, 1000), 100, 8.0, 1e-5)
+        Run.from_steps(steps=1000, separation=1000, epochs=100, epsilon=8.0, delta=1e-5)
 
 
 def test_a_caption_explains_the_letters_of_its_table_and_no_others(table4):

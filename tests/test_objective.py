@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from quell import strategy, workload
-from quell.error import error, query_variances
-from quell.objective import FORGETTING, training_error
-from quell.sampling import Participation
+from quell.analysis.error import error, query_variances
+from quell.analysis.objective import FORGETTING, training_error
+from quell.participation import Participation
 
 PATTERN = Participation(96, 24)
 TASKS = [

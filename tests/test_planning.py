@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import quell
-from quell import planning, verification
 from quell.errors import QuellError
+from quell.planning import Prices, file, planner, prices
 
 SETUP = {"examples": 2000, "batch_size": 100, "epochs": 4, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
 
@@ -33,7 +33,7 @@ def saved(plan, tmp_path):
 def test_a_gain_is_only_claimed_where_there_is_one(plan):
     from quell.show.words import recommendation
 
-    same = plan.problem.price("lambda_cgd", **{"lambda": 0.0})  # cancels nothing: DP-SGD by another name
+    same = plan.price("lambda_cgd", **{"lambda": 0.0})  # cancels nothing: DP-SGD by another name
     without = replace(plan, mechanisms=(same,), recommended=0)
     assert "times less error" in recommendation(plan, plan.answers)
     text = recommendation(without, without.answers)
@@ -46,8 +46,8 @@ def test_the_plan_recommends_the_smallest_error_that_fits(objective):
     plan = quell.plan(**SETUP, momentum=0.9, objective=objective)
     affordable = [m for m in plan.mechanisms if m.buffers <= 4 and m.draws <= 16]
     assert plan.mechanism.score(objective) == min(m.score(objective) for m in affordable)
-    assert plan.mechanism.rmse < plan.problem.dpsgd.rmse
-    assert plan.problem.lower_bound < plan.mechanism.rmse
+    assert plan.mechanism.rmse < plan.prices.dpsgd.rmse
+    assert plan.prices.lower_bound < plan.mechanism.rmse
     scores = [m.score(objective) for m in plan.mechanisms]
     assert scores == sorted(scores)
     assert all(m.certified for m in plan.alternatives)  # without amplification noise is exact
@@ -67,7 +67,7 @@ def test_more_memory_never_hurts():
 
 def test_a_schedule_is_planned_for():
     scheduled = quell.plan(**SETUP, learning_rates="cosine")
-    assert scheduled.mechanism.rmse < scheduled.problem.dpsgd.rmse
+    assert scheduled.mechanism.rmse < scheduled.prices.dpsgd.rmse
 
 
 def test_a_plan_prints_as_a_table(plan):
@@ -85,7 +85,7 @@ def test_saved_plans_load_and_verify(plan, saved):
     assert all(check.holds for check in checks)
 
 
-def tampered(saved, change) -> list[verification.Check]:
+def tampered(saved, change) -> list[file.Check]:
     content = json.loads(saved.read_text())
     change(content)
     saved.write_text(json.dumps(content))
@@ -95,13 +95,15 @@ def tampered(saved, change) -> list[verification.Check]:
 def scale(key, factor):
     def change(content):
         row = content["mechanisms"][content["recommended"]]
-        row[key] *= factor
+        parts = (row["noise"], row["error"], row["guarantee"], content["yardsticks"], content["run"]["promise"])
+        (part,) = (part for part in parts if key in part)
+        part[key] *= factor
 
     return change
 
 
 @pytest.mark.parametrize(
-    "key", ["noise_multiplier", "sensitivity", "rmse", "maxse", "epsilon", "delta", "lower_bound", "dpsgd_rmse"]
+    "key", ["multiplier", "sensitivity", "rmse", "maxse", "training", "epsilon", "delta", "lower_bound", "dpsgd_rmse"]
 )
 @pytest.mark.parametrize("factor", [0.999, 1.001])
 def test_any_false_number_is_found(saved, key, factor):
@@ -110,7 +112,7 @@ def test_any_false_number_is_found(saved, key, factor):
 
 def test_a_promise_that_the_noise_does_not_keep_is_found(saved):
     def change(content):
-        content["setup"]["epsilon"] = 1.0
+        content["run"]["promise"]["epsilon"] = 1.0
 
     assert any("its noise suffices" in str(check.stated) for check in tampered(saved, change))
     with pytest.raises(QuellError, match="is not a true plan"):
@@ -127,8 +129,9 @@ def test_a_wrong_recommendation_is_found(saved):
 def test_changed_parameters_are_found(saved):
     def change(content):
         for row in content["mechanisms"]:
-            if "bands" in row:
-                row["bands"] = 2 if row["bands"] != 2 else 3
+            given = row["parameters"]
+            if "bands" in given:
+                given["bands"] = 2 if given["bands"] != 2 else 3
 
     assert tampered(saved, change)
 
@@ -136,7 +139,7 @@ def test_changed_parameters_are_found(saved):
 def test_another_sampling_scheme_than_the_plans_is_found(saved):
     def change(content):
         for row in content["mechanisms"]:
-            row["sampling"] = row["guarantee"]["sampling"] = "poisson"
+            row["guarantee"]["sampling"] = "poisson"
 
     assert tampered(saved, change)
 
@@ -148,8 +151,8 @@ def test_a_blt_whose_noise_does_not_match_its_sensitivity_cannot_be_stated(tmp_p
     long.save(path)  # more than 512 steps: no dense second opinion
 
     def change(content):
-        row = next(row for row in content["mechanisms"] if row["mechanism"] == "blt")
-        row["solution"] = [[0.0] * row["buffers"], *row["solution"]]
+        row = next(row for row in content["mechanisms"] if row["family"] == "blt")
+        row["solution"] = [[0.0] * row["parameters"]["buffers"], *row["solution"]]
 
     assert tampered(path, change)
 
@@ -174,13 +177,15 @@ def test_a_single_step_with_a_schedule_can_be_planned():
     ("text", "message"),
     [
         ("[" * 100_000, "does not hold valid JSON"),
-        ('{"format": "quell-plan", "version": 2, "version": 2}', "does not hold valid JSON"),
+        ('{"format": "quell-plan", "version": 3, "version": 3}', "does not hold valid JSON"),
         ('{"format": "quell-plan", "version": true}', "plan version True"),
         ("", "does not hold valid JSON"),
-        ('{"format": "quell-plan", "version": 2', "does not hold valid JSON"),
+        ('{"format": "quell-plan", "version": 3', "does not hold valid JSON"),
         ("[]", "is not a plan file"),
         ('{"format": "quell-plan", "version": 99}', "plan version 99"),
         ('{"format": "quell-plan", "version": 2}', "is damaged"),
+        ('{"format": "quell-plan", "version": 3}', "is damaged"),
+        ('{"format": "quell-plan", "version": 3, "run": {}}', "is damaged"),
         ('{"format": "quell-plan", "version": 2, "setup": {}}', "is damaged"),
     ],
 )
@@ -194,25 +199,26 @@ def test_corrupt_and_newer_files_are_refused(tmp_path, text, message):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda c: c["mechanisms"][0].pop("rmse"),
-        lambda c: c["mechanisms"][0].pop("noise_multiplier"),
-        lambda c: c["mechanisms"][0].update(noise_multiplier="much"),
-        lambda c: c["mechanisms"][0].update(noise_multiplier=math.nan),
-        lambda c: c["mechanisms"][0].update(noise_multiplier=10**400),
-        lambda c: c["mechanisms"][0].update(noise_multiplier=0),
-        lambda c: c["mechanisms"][0].update(rmse=10**400),
-        lambda c: c["mechanisms"][0].update(steps=True),
+        lambda c: c["mechanisms"][0]["error"].pop("rmse"),
+        lambda c: c["mechanisms"][0].pop("error"),
+        lambda c: c["mechanisms"][0]["noise"].pop("multiplier"),
+        lambda c: c["mechanisms"][0]["noise"].update(multiplier="much"),
+        lambda c: c["mechanisms"][0]["noise"].update(multiplier=math.nan),
+        lambda c: c["mechanisms"][0]["noise"].update(multiplier=10**400),
+        lambda c: c["mechanisms"][0]["noise"].update(multiplier=0),
+        lambda c: c["mechanisms"][0]["error"].update(rmse=10**400),
+        lambda c: c["mechanisms"][0]["noise"].update(draws=True),
         lambda c: c["mechanisms"].append(7),
-        lambda c: c["setup"].update(epsilon=10**400),
-        lambda c: c["setup"].update(learning_rates=["abc"]),
+        lambda c: c["run"]["promise"].update(epsilon=10**400),
+        lambda c: c["run"]["optimizer"].update(learning_rates=["abc"]),
         lambda c: c.update(comment="trust me"),
-        lambda c: c["mechanisms"][0].update(mechanism="magic"),
+        lambda c: c["mechanisms"][0].update(family="magic"),
         lambda c: c["mechanisms"][0].update(surprise=1),
         lambda c: c.update(mechanisms=[]),
         lambda c: c.update(recommended=99),
         lambda c: c.update(recommended=True),
-        lambda c: c["setup"].update(momentum=2.0),
-        lambda c: c["setup"].pop("epochs"),
+        lambda c: c["run"]["optimizer"].update(momentum=2.0),
+        lambda c: c["run"].pop("epochs"),
         lambda c: c.pop("mechanisms"),
     ],
 )
@@ -230,7 +236,7 @@ def test_an_interrupted_save_leaves_the_old_file(plan, saved, monkeypatch):
     def crash(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning.os, "replace", crash)
+    monkeypatch.setattr(file.os, "replace", crash)
     with pytest.raises(KeyboardInterrupt):
         plan.save(saved)
     assert saved.read_text() == before
@@ -275,21 +281,20 @@ def test_a_missing_value_is_named():
 
 
 def test_a_meaningless_delta_is_pointed_out():
-    assert "published outright" in quell.Setup(**{**SETUP, "delta": 0.01}).notes[0]
-    assert quell.Setup(**SETUP).notes == ()
+    assert "published outright" in quell.Run.from_data(**{**SETUP, "delta": 0.01}).notes[0]
+    assert quell.Run.from_data(**SETUP).notes == ()
 
 
 def test_a_mechanism_that_cannot_be_priced_does_not_stop_the_others(monkeypatch):
-    from quell.mechanism import Problem
 
-    honest = Problem.estimated
+    honest = Prices.estimate
 
     def estimated(self, strategy, *arguments):
         if strategy.family == "blt":
             raise QuellError("the error of blt overflows")
         return honest(self, strategy, *arguments)
 
-    monkeypatch.setattr(Problem, "estimated", estimated)
+    monkeypatch.setattr(Prices, "estimate", estimated)
     names = {mechanism.name for mechanism in quell.plan(**SETUP).mechanisms}
     assert "blt" not in names
     assert "lambda_cgd" in names
@@ -297,16 +302,40 @@ def test_a_mechanism_that_cannot_be_priced_does_not_stop_the_others(monkeypatch)
 
 def test_dense_matrices_are_a_second_opinion(saved, monkeypatch):
     """Break the fast error formula: the dense check of verification must notice, whatever the file says."""
-    from quell import mechanism as room
-    from quell.error import Error
+    from quell.analysis.error import Error
 
-    monkeypatch.setattr(room, "error", lambda *_: Error(1.0, 1.0))
+    monkeypatch.setattr(prices, "error", lambda *_: Error(1.0, 1.0))
     false = [check.claim for check in quell.verify(saved) if not check.holds]
     assert any("rmse, dense" in claim for claim in false)
 
 
+@pytest.mark.parametrize("name", ["plan_v2", "plan_v2_users"])
+def test_files_of_version_2_load_and_every_lie_in_them_is_found(name, tmp_path):
+    path = Path(__file__).parent / "data" / f"{name}.json"
+    assert all(check.holds for check in quell.verify(path))
+    plan = quell.Plan.load(path)
+    plan.save(tmp_path / "again.json")
+    assert quell.Plan.load(tmp_path / "again.json").as_dict() == plan.as_dict()
+    content = json.loads(path.read_text())
+    assert plan.run.promise.unit == content["mechanisms"][0]["guarantee"]["unit"]
+    last = content["mechanisms"][-1]  # without amplification: checked in milliseconds
+    content["mechanisms"], content["recommended"] = [last], 0
+    lied = tmp_path / "lied.json"
+    for part in (last, last["guarantee"]):
+        for key, value in part.items():
+            if isinstance(value, dict | list):
+                continue
+            part[key] = f"not {value}" if isinstance(value, str) else value * 1.001 + 0.001
+            lied.write_text(json.dumps(content))
+            with pytest.raises(QuellError):
+                quell.Plan.load(lied)
+            part[key] = value
+    lied.write_text(json.dumps(content))
+    quell.Plan.load(lied)
+
+
 def test_plain_numpy_numbers_are_numbers():
-    ours = quell.Setup(**{**SETUP, "examples": np.int64(2000), "epsilon": np.float32(4)})
+    ours = quell.Run.from_data(**{**SETUP, "examples": np.int64(2000), "epsilon": np.float32(4)})
     assert ours.steps == 80
 
 
@@ -316,7 +345,7 @@ def test_saved_plans_can_be_read_by_colleagues_and_leave_no_litter(plan, saved):
 
 
 def test_left_over_examples_are_pointed_out():
-    notes = quell.Setup(**{**SETUP, "batch_size": 300}).notes
+    notes = quell.Run.from_data(**{**SETUP, "batch_size": 300}).notes
     assert "do not divide into batches of 300" in notes[0]
 
 
@@ -324,7 +353,7 @@ def test_left_over_examples_are_pointed_out():
 def test_amplified_plans_need_less_noise_and_verify(sampling, tmp_path):
     small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4, "delta": 1e-5, "memory": 2, "draws": 2}
     plain, amplified = quell.plan(**small, sampling="cyclic"), quell.plan(**small, sampling=sampling)
-    assert amplified.mechanism.training < plain.problem.dpsgd.training
+    assert amplified.mechanism.training < plain.prices.dpsgd.training
     assert amplified.mechanism.certified
     by_name = {mechanism.name: mechanism.training for mechanism in reversed(plain.mechanisms)}
     best = {mechanism.name: mechanism.training for mechanism in reversed(amplified.alternatives)}
@@ -335,7 +364,7 @@ def test_amplified_plans_need_less_noise_and_verify(sampling, tmp_path):
 
     def claim_another(content):
         for row in content["mechanisms"]:
-            row["sampling"] = "b_min_sep"
+            row["guarantee"]["sampling"] = "b_min_sep"
 
     assert tampered(path, claim_another)
 
@@ -347,9 +376,9 @@ def test_amplified_noise_does_not_buy_the_promise_without_the_sampling(tmp_path)
     quell.plan(**small, sampling="balls_in_bins").save(path)
 
     def claim_cyclic(content):
-        content["setup"]["sampling"] = "cyclic"
+        content["run"]["sampling"] = "cyclic"
         for row in content["mechanisms"]:
-            row["sampling"] = row["guarantee"]["sampling"] = "cyclic"
+            row["guarantee"]["sampling"] = "cyclic"
 
     assert any("its noise suffices" in str(check.stated) for check in tampered(path, claim_cyclic))
 
@@ -361,14 +390,13 @@ def test_more_rows_certified_by_draws_than_share_the_failure_probability_are_ref
     path = tmp_path / "plan.json"
     drawn.save(path)
     content = json.loads(path.read_text())
-    content["mechanisms"] *= planning.COMPARISONS + 1
+    content["mechanisms"] *= planner.COMPARISONS + 1
     path.write_text(json.dumps(content))
     assert [check.claim for check in quell.verify(path) if not check.holds] == ["mechanisms certified by draws"]
     with pytest.raises(QuellError, match="mechanisms certified by draws is stated as 9 but comes out as at most 8"):
         quell.Plan.load(path)
 
 
-KEYS_OF_SETUP = [field.name for field in dataclasses.fields(quell.Setup)]
 LIMIT = {"cost": {"base": 1.0, "draw": 1.0, "buffer": 1.0}, "most": 5.0}
 ODD = [0, -1, True, None, "x", "\ud800", "\x1b[2J", "[/red]", [], {}, [1], [[1], [1, 2]], [None], [10**400], {"a": 1}]
 ODD += [math.nan, math.inf, 1e308, 5e-324, 10**30, 10**400, 10**4299, json.loads("[" * 500 + "]" * 500)]
@@ -395,22 +423,26 @@ def outcome(path) -> str:
 def test_a_wrong_time_limit_is_a_sentence(saved, wrong):
     """Any number, string or list here was a traceback of `quell verify`."""
     content = json.loads(saved.read_text())
-    content["setup"]["time_limit"] = wrong
+    content["run"]["limits"]["time_limit"] = wrong
     saved.write_text(json.dumps(content))
     with pytest.raises(QuellError, match=r"time_limit=|most=|base="):
         quell.verify(saved)
     with pytest.raises(QuellError, match=r"time_limit=|most=|base="):
-        quell.Setup(**{**SETUP, "time_limit": wrong})
+        quell.Run.from_data(**{**SETUP, "time_limit": wrong})
 
 
 def test_no_value_of_a_plan_file_makes_a_traceback(saved):
     content = json.loads(saved.read_text())
-    keep = [row for row in content["mechanisms"] if row["mechanism"] in ("blt", "lambda_cgd")][:2]
+    keep = [row for row in content["mechanisms"] if row["family"] in ("blt", "lambda_cgd")][:2]
     content["mechanisms"], content["recommended"] = keep, 0
-    places = [("setup", key) for key in KEYS_OF_SETUP]
+    run = content["run"]
+    places = [("run", key) for key in (*run, "separation", "participations", "surprise")]
+    places += [("run", group, key) for group in ("promise", "optimizer", "limits") for key in (*run[group], "surprise")]
     places += [("mechanisms", number, key) for number, row in enumerate(keep) for key in (*row, "surprise", "\ud800")]
-    places += [("mechanisms", 0, "guarantee", key) for key in keep[0]["guarantee"]]
-    cases = [(place, value) for place in (("setup",), ("mechanisms",), ("recommended",), *places) for value in ODD]
+    groups = ("parameters", "noise", "error", "guarantee")
+    places += [("mechanisms", 0, group, key) for group in groups for key in (*keep[0][group], "surprise")]
+    whole = (("run",), ("yardsticks",), ("mechanisms",), ("recommended",))
+    cases = [(place, value) for place in (*whole, *places) for value in ODD]
     for index in np.random.default_rng(0).choice(len(cases), 150, replace=False):
         place, value = cases[index]
         mutated = copy.deepcopy(content)
@@ -419,7 +451,7 @@ def test_no_value_of_a_plan_file_makes_a_traceback(saved):
             inside = inside[part]
         before, inside[place[-1]] = inside.get(place[-1], "absent"), value
         saved.write_text(json.dumps(mutated))
-        harmless = place[0] == "setup" and place[-1] in ("memory", "draws", "time_limit", "examples", "objective")
+        harmless = place[0] == "run" and place[-1] in ("memory", "draws", "time_limit", "examples", "objective")
         assert outcome(saved) == "refused" or harmless or value == before or place == ("recommended",), (place, value)
 
 
@@ -435,7 +467,7 @@ def test_a_plan_that_could_not_be_read_again_is_not_written(plan, tmp_path, monk
     many = replace(plan, mechanisms=plan.mechanisms * 100)
     with pytest.raises(QuellError, match="a plan file holds up to 256 mechanisms"):
         many.save(tmp_path / "many.json")
-    monkeypatch.setattr(planning, "MOST_BYTES", 1000)
+    monkeypatch.setattr(file, "MOST_BYTES", 1000)
     with pytest.raises(QuellError, match="more than the 1,000 that are read again"):
         plan.save(tmp_path / "long.json")
     assert list(tmp_path.iterdir()) == []
@@ -447,20 +479,20 @@ def test_no_count_is_too_odd_for_a_sentence(name, value):
     if value is None and name in ("separation", "participations"):
         return
     with pytest.raises(QuellError) as refusal:
-        quell.Setup(**{**SETUP, name: value})
+        quell.Run.from_data(**{**SETUP, name: value})
     assert len(str(refusal.value)) < 300
 
 
 def test_adaptive_is_yes_or_no():
     with pytest.raises(QuellError, match="adaptive='no' must be True or False"):
-        quell.Setup(**SETUP, adaptive="no")
+        quell.Run.from_data(**SETUP, adaptive="no")
 
 
 def test_numbers_of_numpy_can_be_saved(tmp_path):
     odd = {"momentum": np.float32(0.5), "weight_decay": np.float32(1), "memory": np.float32(0), "draws": np.int32(2)}
     path = tmp_path / "plan.json"
     quell.plan(**SETUP, **odd).save(path)
-    assert quell.Plan.load(path).setup.momentum == 0.5
+    assert quell.Plan.load(path).run.optimizer.momentum == 0.5
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

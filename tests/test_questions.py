@@ -9,51 +9,52 @@ from enumeration import by_enumeration
 import quell
 from quell import questions
 from quell.errors import QuellError
+from quell.participation import Participation
 from quell.privacy import gaussian_sigma
-from quell.sampling import Batches, Cyclic, Participation
-from quell.setup import Setup
+from quell.run import Run
+from quell.schemes import Batches, Cyclic
 
 SMALL = {"examples": 1000, "batch_size": 50, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
 
 
 @pytest.mark.parametrize("target", [2.0, 8.0, 40.0])
 def test_the_least_epsilon_for_an_error(target):
-    plan = questions.plan_for_rmse(Setup(**SMALL, objective="rmse", sampling="cyclic"), target)
+    plan = questions.plan_for_rmse(Run.from_data(**SMALL, objective="rmse", sampling="cyclic"), target)
     assert 0.98 * target <= plan.mechanism.rmse <= target
-    assert plan.mechanism.guarantee.epsilon == plan.setup.epsilon
+    assert plan.mechanism.guarantee.epsilon == plan.run.epsilon
 
 
 @pytest.mark.slow
 def test_the_least_epsilon_for_an_error_amplified():
     target = 6.0
-    plan = questions.plan_for_rmse(Setup(**SMALL, objective="rmse"), target)
+    plan = questions.plan_for_rmse(Run.from_data(**SMALL, objective="rmse"), target)
     assert 0.95 * target <= plan.mechanism.rmse <= target
     assert (
-        plan.setup.epsilon
-        < questions.plan_for_rmse(Setup(**SMALL, objective="rmse", sampling="cyclic"), target).setup.epsilon
+        plan.run.epsilon
+        < questions.plan_for_rmse(Run.from_data(**SMALL, objective="rmse", sampling="cyclic"), target).run.epsilon
     )
 
 
 @pytest.mark.parametrize("target", [1e-9, 1e12])
 def test_errors_out_of_reach_are_refused(target):
     with pytest.raises(QuellError, match="out of reach"):
-        questions.plan_for_rmse(Setup(**SMALL, objective="rmse", sampling="cyclic"), target)
+        questions.plan_for_rmse(Run.from_data(**SMALL, objective="rmse", sampling="cyclic"), target)
 
 
 def test_a_target_rmse_refuses_another_objective():
     with pytest.raises(QuellError, match="minimises the rmse, not the objective training"):
-        questions.plan_for_rmse(Setup(**SMALL), 2.0)
+        questions.plan_for_rmse(Run.from_data(**SMALL), 2.0)
 
 
 def test_more_epochs_in_the_same_steps_lower_the_noise_per_example():
-    setup = Setup(**{**SMALL, "batch_size": 1, "epochs": 1}, sampling="cyclic")
-    choices = questions.choices_for_steps(100, setup)
-    assert [choice.setup.epochs for choice in choices][:3] == [1, 2, 4]
-    assert all(90 <= choice.setup.steps <= 110 for choice in choices)
+    run = Run.from_data(**{**SMALL, "batch_size": 1, "epochs": 1}, sampling="cyclic")
+    choices = questions.choices_for_steps(100, run)
+    assert [choice.run.epochs for choice in choices][:3] == [1, 2, 4]
+    assert all(90 <= choice.run.steps <= 110 for choice in choices)
     noise = [choice.noise_per_example for choice in choices]
     assert noise[1] < noise[0]
     with pytest.raises(QuellError, match="cannot be spent on 1,000 examples"):
-        questions.choices_for_steps(10**7, setup)
+        questions.choices_for_steps(10**7, run)
 
 
 def test_changes_are_no_more_than_a_new_plan_would_say():
@@ -65,7 +66,7 @@ def test_changes_are_no_more_than_a_new_plan_would_say():
     assert richer.mechanism.rmse <= more.mechanism.rmse * (1 + 1e-9)
     longer = quell.plan(**{**SMALL, "epochs": 8}, sampling="cyclic", memory=0, draws=1, objective="rmse")
     change = found["Twice the epochs"]
-    same = longer.problem.price(plan.mechanism.name, **plan.mechanism.strategy.parameters)
+    same = longer.price(plan.mechanism.name, **plan.mechanism.strategy.parameters)
     assert change.ratio == pytest.approx(same.rmse / 2 / plan.mechanism.rmse, rel=1e-6)
     assert longer.mechanism.rmse <= change.mechanism.rmse * (1 + 1e-9)  # a new plan may find better still
 
@@ -73,7 +74,7 @@ def test_changes_are_no_more_than_a_new_plan_would_say():
 def test_privacy_per_user_counts_the_users_own_pattern(tmp_path):
     """A user takes part at most three times, at least ten steps apart: the noise follows from that alone."""
     plan = quell.plan(**{**SMALL, "examples": 200, "epochs": 5}, separation=5, participations=3, draws=2, memory=1)
-    assert plan.setup.sampling == "cyclic"
+    assert plan.run.sampling == "cyclic"
     pattern = Participation(20, 5, 3)
     for mechanism in plan.mechanisms:
         matrix = mechanism.strategy.matrix()
@@ -82,12 +83,12 @@ def test_privacy_per_user_counts_the_users_own_pattern(tmp_path):
     assert "per user" in plan.explain()
     assert "per example" not in plan.explain()
     plan.save(tmp_path / "plan.json")
-    assert quell.Plan.load(tmp_path / "plan.json").problem.row(plan.mechanism)["guarantee"]["unit"] == "user"
+    assert quell.Plan.load(tmp_path / "plan.json").run.promise.unit == "user"
 
 
 def test_more_participations_need_more_noise():
     noises = [
-        quell.plan(**SMALL, separation=4, participations=k, draws=1, memory=0).problem.dpsgd.noise_multiplier
+        quell.plan(**SMALL, separation=4, participations=k, draws=1, memory=0).prices.dpsgd.noise_multiplier
         for k in (1, 2, 8)
     ]
     assert np.allclose(noises, [gaussian_sigma(4.0, 1e-5) * k**0.5 for k in (1, 2, 8)])
@@ -101,4 +102,4 @@ def test_capped_participations_cannot_be_run_on_batches_that_exceed_them():
 
 def test_amplification_is_not_promised_per_user():
     with pytest.raises(QuellError, match="priced per example: per user only cyclic is"):
-        Setup(**SMALL, participations=2, sampling="balls_in_bins")
+        Run.from_data(**SMALL, participations=2, sampling="balls_in_bins")

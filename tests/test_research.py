@@ -8,8 +8,8 @@ import torch
 
 from quell import research, strategy, workload
 from quell.algebra import streaming
-from quell.error import error
-from quell.sampling import Participation
+from quell.analysis.error import error
+from quell.participation import Participation
 from quell.strategy import ToeplitzStrategy
 from quell.strategy.fractional import best_lambda
 

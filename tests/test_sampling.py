@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quell.errors import QuellError
-from quell.sampling import (
+from quell.schemes import (
     SCHEMES,
     BallsInBins,
     Batches,
@@ -24,7 +24,7 @@ from quell.sampling import (
     randomness,
     scheme,
 )
-from quell.sampling.randomness import coin_flips, grouped, permuted, words
+from quell.schemes.randomness import coin_flips, grouped, permuted, words
 
 KEY = bytes(range(32))
 ALL = [

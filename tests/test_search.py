@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quell
-from quell import privacy, search, strategy, workload
-from quell.planning import make_plan, problem_of
-from quell.quick import least, quick, quick_epsilon
-from quell.sampling import BallsInBins, Cyclic, CyclicPoisson, Poisson
-from quell.setup import Setup
+from quell import privacy, strategy, workload
+from quell.planning import make_plan, search
+from quell.run import Run
+from quell.schemes import BallsInBins, Cyclic, CyclicPoisson, Poisson
 
 SMALL = {"examples": 1000, "batch_size": 20, "epochs": 5, "epsilon": 6.0, "delta": 1e-5}
 CIFAR = {"examples": 50_000, "batch_size": 128, "epochs": 10, "delta": 1e-5, "objective": "rmse"}
@@ -46,11 +45,11 @@ def test_quick_noise_is_about_that_of_the_accountants(name, options, epsilon):
     schemes = [BallsInBins(200, 20)] + ([Poisson(200, 0.05)] if name == "identity" else [])
     for scheme in schemes:
         chosen = strategy.build(name, workload.prefix(200), Cyclic(200, 20).participation, None, **options)
-        about = quick(chosen, scheme, epsilon, 1e-5)
+        about = privacy.estimate(chosen, scheme, epsilon, 1e-5, effort=1)
         careful = privacy.estimate(chosen, scheme, epsilon, 1e-5)
         assert about.noise_multiplier == pytest.approx(careful.noise_multiplier, rel=0.02)
         assert not about.certified
-        bound = least(chosen, scheme, epsilon, 1e-5)
+        bound = scheme.accountant(chosen).at_least(epsilon, 1e-5)
         assert bound <= careful.noise_multiplier * 1.001
         assert bound > 0.5 * careful.noise_multiplier or not isinstance(scheme, BallsInBins)
 
@@ -58,7 +57,8 @@ def test_quick_noise_is_about_that_of_the_accountants(name, options, epsilon):
 def test_quick_noise_under_coins_depends_on_the_columns_only():
     pattern = Cyclic(120, 12).participation
     one, other = (strategy.build("bsr", workload.sgd(120, m), pattern, None, bands=4) for m in (0.0, 0.9))
-    noises = [quick(each, CyclicPoisson(120, 4, 1 / 3), 2.0, 1e-5).noise_multiplier for each in (one, other)]
+    scheme = CyclicPoisson(120, 4, 1 / 3)
+    noises = [privacy.estimate(each, scheme, 2.0, 1e-5, effort=1).noise_multiplier for each in (one, other)]
     norms = [float(each.column_norms.max()) for each in (one, other)]
     assert noises[0] / norms[0] == pytest.approx(noises[1] / norms[1], rel=1e-4)
 
@@ -66,8 +66,8 @@ def test_quick_noise_under_coins_depends_on_the_columns_only():
 @pytest.mark.parametrize("scheme", [Poisson(200, 0.05), BallsInBins(200, 20), Cyclic(200, 20)])
 def test_quick_epsilon_inverts_quick_noise(scheme):
     dpsgd = strategy.build("identity", workload.prefix(200), Cyclic(200, 20).participation)
-    noise = quick(dpsgd, scheme, 3.0, 1e-5).noise_multiplier
-    assert quick_epsilon(dpsgd, scheme, noise, 1e-5) == pytest.approx(3.0, rel=0.03)
+    noise = privacy.estimate(dpsgd, scheme, 3.0, 1e-5, effort=1).noise_multiplier
+    assert scheme.accountant(dpsgd).estimate_epsilon(noise, 1e-5) == pytest.approx(3.0, rel=0.03)
 
 
 @given(st.integers(1, 40), st.integers(0, 39), st.floats(0.3, 3.0))
@@ -98,11 +98,11 @@ def test_estimates_are_shown_and_never_promised(found, tmp_path):
 
 def test_the_winner_is_the_best_of_what_was_seen(found):
     """Certifying may cost a percent, not the lead."""
-    affordable = [m for m in found.alternatives if found.setup.fits(m)]
+    affordable = [m for m in found.alternatives if found.run.limits.fits(m)]
     assert found.mechanism.training <= 1.02 * min(m.training for m in affordable)
-    plain = make_plan(replace(found.setup, sampling="cyclic"))
+    plain = make_plan(found.run.changed(sampling="cyclic"))
     assert found.mechanism.training < plain.mechanism.training
-    assert found.dpsgd_equivalent_epsilon > found.setup.epsilon
+    assert found.dpsgd_equivalent_epsilon > found.run.epsilon
 
 
 def test_plans_are_deterministic(found):
@@ -129,9 +129,9 @@ def test_explanations_name_the_scheme_the_gain_and_the_promise(found):
 @settings(max_examples=12)
 @given(st.floats(0.3, 12.0), st.sampled_from(["training", "rmse", "maxse"]), st.sampled_from([0.0, 0.9]))
 def test_a_percent_of_epsilon_never_costs_two_percent_of_error(epsilon, objective, momentum):
-    setup = Setup(**{**SMALL, "epsilon": epsilon}, momentum=momentum, sampling="cyclic", objective=objective)
-    changed = replace(setup, epsilon=epsilon * 1.01)
-    before, after = (make_plan(each).mechanism.score(objective) for each in (setup, changed))
+    run = Run.from_data(**{**SMALL, "epsilon": epsilon}, momentum=momentum, sampling="cyclic", objective=objective)
+    changed = run.changed(epsilon=epsilon * 1.01)
+    before, after = (make_plan(each).mechanism.score(objective) for each in (run, changed))
     assert after <= before * 1.0001
 
 
@@ -140,7 +140,9 @@ def test_a_percent_of_epsilon_never_costs_two_percent_of_error(epsilon, objectiv
 @pytest.mark.parametrize("objective", ["training", "rmse"])
 def test_a_percent_of_epsilon_never_costs_two_percent_of_error_amplified(epsilon, objective):
     scores = [
-        make_plan(Setup(**{**SMALL, "epsilon": epsilon * change}, objective=objective)).mechanism.score(objective)
+        make_plan(Run.from_data(**{**SMALL, "epsilon": epsilon * change}, objective=objective)).mechanism.score(
+            objective
+        )
         for change in (1.0, 1.01, 1.02, 1.03)
     ]
     for before, after in pairwise(scores):
@@ -163,7 +165,7 @@ def _check_table_4(memory, column):
     sampling = "best" if column else "cyclic"
     epsilon = COLUMNS[column] or 8.0
     plan = quell.plan(**CIFAR, epsilon=epsilon, memory=memory, sampling=sampling)
-    assert problem_of(plan.setup).epsilon == epsilon
+    assert plan.run.epsilon == epsilon
     ours = [run["rmse"] for run in OWN if run["column"] == _title(column) and _affordable(run["row"], memory)]
     assert plan.mechanism.rmse <= min(rmse for rmse in ours if rmse is not None) * 1.001  # certificates differ by draws
     assert plan.mechanism.rmse <= TABLE_4[memory][column] + PRINTED

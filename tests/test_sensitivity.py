@@ -12,9 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quell import strategy, workload
+from quell.analysis.sensitivity import heaviest_pattern, row_wise_bound, sensitivity
 from quell.errors import QuellError
-from quell.sampling import Participation
-from quell.sensitivity import heaviest_pattern, row_wise_bound, sensitivity
+from quell.participation import Participation
 from quell.strategy import BandedStrategy, ToeplitzStrategy
 from quell.strategy.fractional import lambda_cgd_sensitivity
 
@@ -197,7 +197,7 @@ def test_banded_strategies_with_overlapping_columns_are_never_below_enumeration(
 @pytest.mark.parametrize("bands", [3, 5, 9])
 def test_the_overlap_bound_alone_is_sound(bands, monkeypatch):
     """Beyond dense sizes only the counting bound is left; force it, and make the columns as alike as they can be."""
-    from quell import sensitivity as room
+    from quell.analysis import sensitivity as room
 
     monkeypatch.setattr(room, "_DENSE", 0)
     rows = np.tril(np.ones((9, 9)))[:, ::-1][:, ::-1][:, :bands]

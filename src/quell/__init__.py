@@ -2,7 +2,7 @@
 
 >>> import quell
 >>> plan = quell.plan(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5, sampling="cyclic")
->>> plan.mechanism.rmse < plan.problem.dpsgd.rmse / 4
+>>> plan.mechanism.rmse < plan.prices.dpsgd.rmse / 4
 True
 """
 
@@ -13,41 +13,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quell.errors import QuellError
-    from quell.mechanism import Mechanism, Problem
-    from quell.planning import Plan, make_plan, plan
-    from quell.setup import Setup
-    from quell.verification import verify
+    from quell.planning import Mechanism, Plan, Prices, make_plan, plan
+    from quell.planning.file import verify
+    from quell.run import Limits, Promise, Run
 
 __version__ = "0.1.0"
-__all__ = ["Mechanism", "Plan", "Problem", "QuellError", "Setup", "make_plan", "plan", "verify"]
+__all__ = ["Limits", "Mechanism", "Plan", "Prices", "Promise", "QuellError", "Run", "make_plan", "plan", "verify"]
 
 # Loaded on first use, so that `import quell` costs milliseconds and pulls in neither SciPy nor a framework.
 _HOMES = {
-    "Mechanism": "quell.mechanism",
+    "Limits": "quell.run",
+    "Mechanism": "quell.planning",
     "Plan": "quell.planning",
-    "Problem": "quell.mechanism",
+    "Prices": "quell.planning",
+    "Promise": "quell.run",
     "QuellError": "quell.errors",
-    "Setup": "quell.setup",
+    "Run": "quell.run",
     "make_plan": "quell.planning",
     "plan": "quell.planning",
-    "verify": "quell.verification",
+    "verify": "quell.planning.file",
 }
 
 
 _ROOMS = (
-    "bounds",
+    "analysis",
     "costs",
-    "curves",
-    "error",
     "noise",
-    "objective",
+    "participation",
+    "planning",
     "privacy",
-    "questions",
-    "quick",
     "research",
-    "sampling",
-    "sensitivity",
-    "show",
+    "schemes",
     "strategy",
     "torch",
     "workload",

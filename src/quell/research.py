@@ -42,7 +42,7 @@ def optimise(
         `torch.max`. squared_sensitivity: parameters → sens². Leave it out where the parameterisation fixes it,
         as unit columns do. max_iterations: of L-BFGS.
 
-    The result is a search, not a proof: price it with `quell.sensitivity` before any promise.
+    The result is a search, not a proof: price it with `quell.analysis.sensitivity` before any promise.
 
     >>> import torch
     >>> from quell.algebra import streaming

@@ -4,7 +4,7 @@ Row t of A·G is what the run has released after step t. For SGD with weight dec
 iterates are θ_t = α·θ_{t−1} − η_t·m_t with m_t = β·m_{t−1} + g_t, so A = P_α·diag(η)·P_β where P_ρ has the
 entries ρ^{i−j}: with a constant rate A is Toeplitz, the series 1/((1−αx)(1−βx)), and without momentum η_t
 weights *column* t. The inverse of each of these has at most three diagonals, which is what makes exact errors
-cheap (`quell.error`).
+cheap (`quell.analysis.error`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from quell._types import Array
 from quell.algebra import series, streaming
 from quell.errors import QuellError, require_finite
-from quell.sampling import Participation
+from quell.participation import Participation
 
 _LEAST_SHARE = (
     1e-30  # of the largest learning rate: float32 weights end at 1e-8, float64 arithmetic on ratios far below

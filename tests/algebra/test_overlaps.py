@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from quell import strategy, workload
 from quell.algebra.overlaps import amplified_energy
-from quell.error import error
+from quell.analysis.error import error
 from quell.errors import QuellError
 from quell.privacy import estimate, gaussian_sigma
-from quell.sampling import BallsInBins
+from quell.schemes import BallsInBins
 
 coefficients = st.lists(st.floats(0.01, 1.0), min_size=0, max_size=30).map(lambda tail: np.array([1.0, *tail]))
 

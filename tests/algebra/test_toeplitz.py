@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quell import workload
 from quell.algebra.toeplitz import Decoder, energy_of_inverse, leftmost_energy
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy.optimised import decoder
 
 tails = st.lists(st.floats(-0.3, 0.3), min_size=1, max_size=4)

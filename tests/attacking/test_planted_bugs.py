@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import quell.noise
+import quell.planning.file
 import quell.torch.private
 import quell.torch.start
-import quell.verification
 from attacks import audit, clipping, noise, plan_files, pricing
 from quell import privacy
 from quell.noise import Key
-from quell.sampling import BallsInBins, Batches
+from quell.schemes import BallsInBins, Batches
 
 
 def breaks(outcomes) -> int:
@@ -65,17 +65,17 @@ def test_verification_that_does_not_price_the_noise(monkeypatch):
 
     for number in range(6):
         plan_files.honest(number)
-    monkeypatch.setattr(quell.verification.privacy, "certify", trusting)
+    monkeypatch.setattr(quell.planning.prices.privacy, "certify", trusting)
     (outcome,) = plan_files.attack(100, seed=1)
     assert sum("delta of" in flaw for flaw in outcome.breaks) >= 2
     assert outcome.tightest > 1
 
 
 def test_verification_that_trusts_the_numbers_of_a_row(monkeypatch):
-    real = quell.verification._row_checks
+    real = quell.planning.file._compared
     monkeypatch.setattr(
-        quell.verification,
-        "_row_checks",
+        quell.planning.file,
+        "_compared",
         lambda *args: (dataclasses.replace(check, holds=True) for check in real(*args)),
     )
     (outcome,) = plan_files.attack(100, seed=1)

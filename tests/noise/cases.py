@@ -12,7 +12,7 @@ from scipy.linalg import toeplitz
 from quell import workload
 from quell._types import Array
 from quell.noise import NoiseSpec
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy import Strategy, build
 from quell.strategy.recurrence import Exponentials
 

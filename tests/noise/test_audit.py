@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quell.mechanism import Problem
+from quell.analysis.sensitivity import sensitivity
 from quell.noise import Key, NoiseSpec, NoiseStream, Shard
 from quell.noise.audit import Audit, audit, audit_stream, collect
 from quell.noise.layout import WORDS
-from quell.sampling import Participation
-from quell.sensitivity import sensitivity
+from quell.participation import Participation
+from quell.planning import Prices
 from quell.strategy.recurrence import Regenerate
 
 from .cases import CASES, STEPS, matrix, spec, strategy
@@ -152,14 +152,14 @@ def test_missing_noise_and_nan_fail() -> None:
     assert "broken" in str(audit([np.zeros((STEPS, 100))], np.eye(STEPS), 1.0))
 
 
-def test_a_priced_mechanism_gets_the_noise_it_was_calibrated_for(table4: Problem, seeded: Seeded) -> None:
-    problem = dataclasses.replace(table4)
-    mechanism = problem.price("lambda_cgd", **{"lambda": 0.9})
+def test_a_priced_mechanism_gets_the_noise_it_was_calibrated_for(table4: Prices, seeded: Seeded) -> None:
+    prices = table4
+    mechanism = prices.price("lambda_cgd", **{"lambda": 0.9})
     stream = NoiseStream(mechanism, [3000], key=seeded(29), max_grad_norm=0.5)
     assert stream.steps == 3900
     [rows] = _collect_some(stream, STEPS)
     report = audit([rows], mechanism.strategy.matrix()[:STEPS, :STEPS], 0.5 * mechanism.noise_multiplier)
     assert report.passed, str(report)
-    dpsgd = problem.price("identity")
+    dpsgd = prices.price("identity")
     ratio = mechanism.guarantee.sensitivity.value / dpsgd.guarantee.sensitivity.value
     assert mechanism.noise_multiplier == pytest.approx(ratio * dpsgd.noise_multiplier)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import quell
-from quell.planning import Plan, problem_of
-from quell.setup import Setup
+from quell.planning import Plan, Prices
+from quell.run import Run
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +17,6 @@ def plan() -> Plan:
 @pytest.fixture(scope="session")
 def amplified() -> Plan:
     """One certified mechanism, and DP-SGD with noise that is only estimated."""
-    setup = Setup(examples=100, batch_size=20, epochs=4, epsilon=4.0, delta=1e-3, sampling="balls_in_bins")
-    problem = problem_of(setup)
-    return Plan(setup, (problem.price("bisr", bands=2),), 0, estimates=(problem.dpsgd,))
+    run = Run.from_data(examples=100, batch_size=20, epochs=4, epsilon=4.0, delta=1e-3, sampling="balls_in_bins")
+    prices = Prices(run)
+    return Plan(run, (prices.price("bisr", bands=2),), 0, estimates=(prices.dpsgd,))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from quell import curves, privacy, workload
-from quell.mechanism import Problem
-from quell.sampling import Cyclic, Participation
+from quell.participation import Participation
+from quell.planning import Prices
+from quell.run import Run
 from quell.strategy import build
 
 STEPS = 24
@@ -42,9 +43,9 @@ def test_curves_start_at_one_and_differ_only_where_steps_do():
 
 
 def test_error_curve_is_the_root_of_the_row_norms(plan):
-    problem, mechanism = plan.problem, plan.mechanism
-    decoder = problem.workload.matrix() @ np.linalg.inv(mechanism.strategy.matrix())
-    curve = curves.error_curve(mechanism, problem.workload)
+    mechanism, task = plan.mechanism, plan.run.workload
+    decoder = task.matrix() @ np.linalg.inv(mechanism.strategy.matrix())
+    curve = curves.error_curve(mechanism, task)
     expected = np.linalg.norm(decoder, axis=1) * mechanism.noise_multiplier
     np.testing.assert_allclose(curve["y"], expected, rtol=1e-4)
     assert curve["x"] == list(range(1, 81))
@@ -61,8 +62,8 @@ def test_long_curves_are_short_and_keep_their_extremes(random):
 
 def test_a_million_steps_make_small_curves():
     task = workload.prefix(1_000_000)
-    problem = Problem(task, Cyclic(1_000_000, 1000), 1000, epsilon=4.0, delta=1e-6)
-    mechanism = problem.price("lambda_cgd", **{"lambda": 0.99})
+    prices = Prices(Run.from_steps(steps=1_000_000, epochs=1000, epsilon=4.0, delta=1e-6))
+    mechanism = prices.price("lambda_cgd", **{"lambda": 0.99})
     curve = curves.error_curve(mechanism, task)
     assert len(curve["x"]) <= 202
     assert max(curve["y"]) == pytest.approx(mechanism.maxse, rel=1e-4)
@@ -71,18 +72,20 @@ def test_a_million_steps_make_small_curves():
 
 def test_every_point_of_a_guaranteed_curve_is_a_guarantee(plan):
     for mechanism in plan.mechanisms:
-        curve = curves.epsilon_curve(plan.problem, mechanism, with_estimates=False)
+        curve = curves.epsilon_curve(plan.prices, mechanism, with_estimates=False)
         assert curve is not None
         assert curve["guaranteed"] is True
         for sigma, epsilon in zip(curve["x"][::8], curve["y"][::8], strict=True):
-            assert privacy.certify(mechanism.strategy, plan.problem.cycle, sigma, epsilon, plan.setup.delta).certified
+            assert privacy.certify(
+                mechanism.strategy, plan.prices.scheme_of(mechanism), sigma, epsilon, plan.run.delta
+            ).certified
 
 
 def test_amplified_curves_are_estimates_and_made_only_on_request():
-    problem = Problem(workload.prefix(20), Cyclic(20, 5), 4, epsilon=4.0, delta=1e-3, sampling="balls_in_bins")
-    mechanism = problem.price("identity")
-    assert curves.epsilon_curve(problem, mechanism, with_estimates=False) is None
-    curve = curves.epsilon_curve(problem, mechanism, with_estimates=True)
+    prices = Prices(Run.from_steps(steps=20, epochs=4, epsilon=4.0, delta=1e-3, sampling="balls_in_bins"))
+    mechanism = prices.price("identity")
+    assert curves.epsilon_curve(prices, mechanism, with_estimates=False) is None
+    curve = curves.epsilon_curve(prices, mechanism, with_estimates=True)
     assert curve is not None
     assert curve["guaranteed"] is False
     assert curve["x"] == sorted(curve["x"], reverse=True)

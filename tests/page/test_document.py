@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from quell import cli
-from quell.curves import page_content
 from quell.errors import QuellError
-from quell.planning import Plan, problem_of
-from quell.questions import answers
-from quell.setup import Setup
+from quell.planning import Plan, Prices
+from quell.planning.curves import page_content
+from quell.planning.questions import answers
+from quell.run import Run
 from quell.show.page.document import document
 from quell.show.statement import privacy_statement
 
@@ -120,8 +120,8 @@ def test_the_statement_names_unit_neighbours_scheme_and_view(plan):
 
 
 def test_a_promise_per_user_names_the_user_and_the_pattern():
-    setup = Setup(examples=200, batch_size=10, epochs=2, epsilon=4.0, delta=1e-3, separation=7, participations=3)
-    text = " ".join(privacy_statement(Plan(setup, (problem_of(setup).price("identity"),), 0)).values())
+    run = Run.from_data(examples=200, batch_size=10, epochs=2, epsilon=4.0, delta=1e-3, separation=7, participations=3)
+    text = " ".join(privacy_statement(Plan(run, (Prices(run).price("identity"),), 0)).values())
     for words in ("any one user", "at most 3 steps", "at least 7 apart", "each user contributes", "Groups of users"):
         assert words in text
     assert "single example" not in text
@@ -168,5 +168,5 @@ def test_a_page_that_cannot_be_written_is_one_sentence(plan):
 
 
 def test_limits_show(plan):
-    content = dataclasses.replace(plan, setup=dataclasses.replace(plan.setup, memory=0, draws=1)).page_content
+    content = dataclasses.replace(plan, run=plan.run.changed(memory=0, draws=1)).page_content
     assert {row["family"] for row in content["mechanisms"] if row["fits"]} <= {"identity", "diagonal"}

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 import quell
+from quell.run import Run
 from quell.serve.server import PageServer
-from quell.setup import Setup
 
 from .browser import Browser, chromium
 
@@ -35,7 +35,9 @@ def report(browser, plan, tmp_path):
 
 @pytest.fixture
 def address():
-    server = PageServer(Setup(examples=2000, batch_size=128, epochs=2, epsilon=8.0, delta=1e-5, sampling="cyclic"), 0)
+    server = PageServer(
+        Run.from_data(examples=2000, batch_size=128, epochs=2, epsilon=8.0, delta=1e-5, sampling="cyclic"), 0
+    )
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     yield server.url

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import json
 import signal
@@ -14,12 +13,12 @@ import pytest
 
 from quell.errors import QuellError
 from quell.progress import announce
+from quell.run import Run
 from quell.serve import desk as live
 from quell.serve.desk import Desk, Question, SupersededError, controls, draft_plan, read_question
 from quell.serve.server import PageServer
-from quell.setup import Setup
 
-SETUP = Setup(examples=2000, batch_size=100, epochs=2, epsilon=8.0, delta=1e-5, sampling="cyclic")
+SETUP = Run.from_data(examples=2000, batch_size=100, epochs=2, epsilon=8.0, delta=1e-5, sampling="cyclic")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_out_of_range_is_one_sentence(server, query, message):
 
 
 def test_an_unforeseen_failure_is_json_too(server, monkeypatch, capsys):
-    monkeypatch.setattr(live, "draft_plan", lambda setup: 1 / 0)
+    monkeypatch.setattr(live, "draft_plan", lambda run: 1 / 0)
     status, _, body = ask(server, "/plan?kind=draft")
     assert status == 500
     assert "ZeroDivisionError" in json.loads(body)["error"]
@@ -128,11 +127,11 @@ def test_an_unforeseen_failure_is_json_too(server, monkeypatch, capsys):
 
 def test_a_question_changes_only_what_it_names():
     question = read_question("epsilon=3&memory=unlimited&page=abc&kind=draft", SETUP)
-    assert question == Question(dataclasses.replace(SETUP, epsilon=3.0, memory=None), True, "abc")
+    assert question == Question(SETUP.changed(epsilon=3.0, memory=None), True, "abc")
 
 
 def test_every_slider_stands_at_its_value_and_every_stop_is_allowed():
-    for control in controls(dataclasses.replace(SETUP, epsilon=7.7, memory=None, batch_size=100)):
+    for control in controls(SETUP.changed(epsilon=7.7, memory=None, batch_size=100)):
         assert control["value"] in control.get("stops", control.get("options", [control["value"]]))
         for stop in control.get("stops", []):
             if control["name"] != "batch_size" or stop <= SETUP.examples:
@@ -140,7 +139,7 @@ def test_every_slider_stands_at_its_value_and_every_stop_is_allowed():
 
 
 def test_a_draft_is_a_sound_plan_under_fixed_batches():
-    draft = draft_plan(dataclasses.replace(SETUP, sampling="best", memory=0, draws=1))
+    draft = draft_plan(SETUP.changed(sampling="best", memory=0, draws=1))
     assert draft.mechanism.guarantee.sampling == "cyclic"
     assert draft.mechanism.name == "identity"
     assert draft_plan(SETUP).mechanism.rmse < draft.mechanism.rmse
@@ -149,21 +148,21 @@ def test_a_draft_is_a_sound_plan_under_fixed_batches():
 def test_only_the_latest_question_of_a_page_is_answered(monkeypatch):
     started, proceed, seen = threading.Event(), threading.Event(), []
 
-    def slow(setup):
-        seen.append(setup.epsilon)
+    def slow(run):
+        seen.append(run.epsilon)
         started.set()
         proceed.wait(30)
         announce("still searching")  # where a search hears that nobody waits for it
-        return setup
+        return run
 
     monkeypatch.setattr(live, "draft_plan", slow)
-    monkeypatch.setattr(live, "answers", lambda setup, thorough: None)
-    monkeypatch.setattr(live, "page_content", lambda setup, _, thorough: {"epsilon": setup.epsilon})
+    monkeypatch.setattr(live, "answers", lambda run, thorough: None)
+    monkeypatch.setattr(live, "page_content", lambda run, _, thorough: {"epsilon": run.epsilon})
     desk, outcomes = Desk(), {}
 
     def put(epsilon, page):
         try:
-            outcomes[epsilon] = desk.answer(Question(dataclasses.replace(SETUP, epsilon=epsilon), True, page))
+            outcomes[epsilon] = desk.answer(Question(SETUP.changed(epsilon=epsilon), True, page))
         except SupersededError:
             outcomes[epsilon] = None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import logsumexp
 
-from quell.sampling import Batches
+from quell.schemes import Batches
 
 
 @dataclass

@@ -10,9 +10,10 @@ from simulation import Patterns, agrees, simulated_delta
 
 from quell import privacy, strategy, workload
 from quell.errors import QuellError
-from quell.privacy import accountant, balls_in_bins, bins, gaussian_delta, importance
+from quell.privacy import accountant, bins, gaussian_delta, importance
+from quell.privacy import mixture as balls_in_bins
 from quell.privacy.accountant import FAILURE_SHARE, round_up
-from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
+from quell.schemes import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy.structure import ToeplitzStrategy
 
 N, B, SIGMA, EPSILON = 12, 4, 2.0, 0.8
@@ -99,7 +100,7 @@ class ChainAsBins:
     """The recursion of b-min-sep at rate 1, which the accountant itself would hand to balls in bins."""
 
     def bracket(self):
-        from quell.privacy.b_min_sep import ChainAccountant
+        from quell.privacy.chain import ChainAccountant
 
         scheme = BMinSep(N, B, 1.0)
         object.__setattr__(scheme, "rate", 1 - 1e-12)
@@ -193,7 +194,6 @@ def test_an_estimate_is_not_a_guarantee():
     about = privacy.estimate(build(scheme), scheme, 1.0, 1e-3)
     assert not isinstance(about, privacy.Guarantee)
     assert not about.certified
-    assert "not a guarantee" in str(about)
     shared = {field.name for field in dataclasses.fields(privacy.Guarantee)} & {"bracket", "method", "sensitivity"}
     assert not shared & {field.name for field in dataclasses.fields(about)}
 
@@ -213,7 +213,7 @@ def test_comparing_more_certificates_costs_a_little_noise_not_soundness():
     built = build(scheme, "bisr", bands=4)
     one, many = (privacy.calibrate(built, scheme, 1.0, 1e-4, comparisons=m).noise_multiplier for m in (1, 1000))
     assert one <= many <= one * 1.01
-    allowed, failure = accountant._budget(balls_in_bins.accountant_of(built, scheme), 1e-4, comparisons=1000)
+    allowed, failure = accountant._budget(scheme.accountant(built), 1e-4, comparisons=1000)
     assert allowed + failure * 1000 * len(accountant._RUNGS) <= 1e-4 * (1 + 1e-12)  # all that `calibrate` may look at
     wide, wider = (privacy.delta(built, scheme, 2.0, 1.0, comparisons=m) for m in (1, 10**6))
     assert wide.bracket[1] < wider.bracket[1]
@@ -230,7 +230,7 @@ class TestMutations:
 
     def check(self, sampled=None, name="bisr", **parameters):
         built = build(self.scheme, name, **(parameters or ({"bands": 2} if name == "bisr" else {})))
-        bracket = privacy.accounting._accountant.__wrapped__(built, self.scheme).certify(self.sigma, EPSILON, 1e-5)
+        bracket = self.scheme.account(built).certify(self.sigma, EPSILON, 1e-5)
         patterns = sampled or Patterns.of_bins(self.steps, B)
         simulated = simulated_delta(built.matrix(), patterns, self.sigma, EPSILON)
         return agrees((bracket.lower, bracket.upper), simulated)

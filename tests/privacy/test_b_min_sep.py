@@ -8,8 +8,8 @@ from scipy.special import logsumexp
 from simulation import Patterns
 
 from quell import strategy, workload
-from quell.privacy.b_min_sep import ChainPair, accountant_of
-from quell.sampling import BMinSep
+from quell.privacy.chain import ChainPair
+from quell.schemes import BMinSep
 from quell.strategy.structure import ToeplitzStrategy
 
 
@@ -59,17 +59,16 @@ def test_patterns_follow_the_chain(random):
 
 def test_rounding_errors_below_zero_are_cut_off_and_paid_for():
     coefficients = np.array([1.0, 0.5, -1e-10])
-    accountant = accountant_of(ToeplitzStrategy("rounded", 30, coefficients), BMinSep(30, 3, 0.2))
+    accountant = BMinSep(30, 3, 0.2).account(ToeplitzStrategy("rounded", 30, coefficients))
     assert accountant.slack > 0
     assert float(accountant.strategy.coefficients.min()) == 0.0
 
 
 def test_a_separation_of_one_step_is_poisson_sampling():
     """The same law, priced by the accountant that does not draw."""
-    from quell.privacy import poisson
-    from quell.privacy.b_min_sep import accountant_of
-    from quell.sampling import Poisson
+
+    from quell.schemes import Poisson
 
     scheme = BMinSep(20, 1, 0.1)
     built = strategy.build("identity", workload.prefix(20), scheme.participation)
-    assert accountant_of(built, scheme) == poisson.accountant_of(built, Poisson(20, 0.1))
+    assert scheme.account(built) == Poisson(20, 0.1).account(built)

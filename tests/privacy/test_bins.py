@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from quell import strategy, workload
 from quell.errors import QuellError
-from quell.privacy import balls_in_bins
 from quell.privacy import bins as module
 from quell.privacy.bins import Bins, bins_of, negative_slack
-from quell.sampling import BallsInBins
+from quell.schemes import BallsInBins
 from quell.strategy.structure import BandedStrategy, ToeplitzStrategy
 
 FAMILIES = [
@@ -118,4 +117,4 @@ def test_negative_rounding_errors_count_without_amplification_too():
     moved = np.ones(10_000)
     moved[:5_000] = -1.0
     reached = np.linalg.norm(moved + np.concatenate([[0.0], -0.99e-9 * np.cumsum(moved)[:-1]]))  # C·x
-    assert balls_in_bins.accountant_of(c, BallsInBins(10_000, 1)).reach >= reached
+    assert BallsInBins(10_000, 1).account(c).reach >= reached

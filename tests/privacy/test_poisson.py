@@ -11,9 +11,8 @@ from quell import privacy, strategy, workload
 from quell.errors import QuellError
 from quell.privacy import gaussian_delta, gaussian_sigma
 from quell.privacy.coins import coin_bound, coin_delta, coin_epsilon
-from quell.privacy.poisson import PoissonAccountant, _columns, accountant_of
-from quell.quick import quick
-from quell.sampling import CyclicPoisson, Poisson
+from quell.privacy.subsampled import CoinAccountant, _columns
+from quell.schemes import CyclicPoisson, Poisson
 
 
 def identity(scheme):
@@ -81,7 +80,7 @@ def test_rounding_of_many_rounds_never_understates(rounds, epsilon, wanted):
     ],
 )
 def test_estimates_for_searches_agree_with_the_library(rounds, rate, sigma, epsilon):
-    careful, _ = PoissonAccountant(((rounds, 1.0),), rate).estimate(sigma, epsilon, careful=True)
+    careful, _ = CoinAccountant(((rounds, 1.0),), rate).estimate(sigma, epsilon, careful=True)
     assert coin_delta([(rounds, sigma)], rate, epsilon) == pytest.approx(careful, rel=0.01)
     assert coin_epsilon([(rounds, sigma)], rate, careful) == pytest.approx(epsilon, rel=0.002)
 
@@ -185,9 +184,11 @@ def test_a_diagonal_strategy_is_priced_column_by_column():
     found = privacy.calibrate(built, scheme, 2.0, 1e-5)
     exact = [(1, found.noise_multiplier / norm) for norm in built.column_norms]
     assert 0.8e-5 < coin_delta(exact, 0.1, 2.0) <= 1e-5
-    largest = PoissonAccountant(((40, float(built.column_norms.max())),), 0.1)
+    largest = CoinAccountant(((40, float(built.column_norms.max())),), 0.1)
     assert largest.estimate(found.noise_multiplier, 2.0, False)[0] > 4e-5
-    assert quick(built, scheme, 2.0, 1e-5).noise_multiplier == pytest.approx(found.noise_multiplier, rel=3e-3)
+    assert privacy.estimate(built, scheme, 2.0, 1e-5, effort=1).noise_multiplier == pytest.approx(
+        found.noise_multiplier, rel=3e-3
+    )
     with pytest.raises(QuellError, match="is not certified"):
         privacy.certify(built, scheme, found.noise_multiplier * 0.99, 2.0, 1e-5)
 
@@ -196,4 +197,4 @@ def test_columns_that_hardly_differ_count_as_equal():
     scheme = CyclicPoisson.of_fraction(200, groups=2, fraction=0.05)
     built = strategy.build("bsr", workload.prefix(200), scheme.participation, bands=2)
     assert np.ptp(built.column_norms) > 0
-    assert accountant_of(built, scheme).columns == ((100, pytest.approx(built.column_norms.max())),)
+    assert scheme.account(built).columns == ((100, pytest.approx(built.column_norms.max())),)

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 
 from quell import privacy, strategy, workload
-from quell.error import error
-from quell.sampling import BallsInBins, Cyclic, Poisson
+from quell.analysis.error import error
+from quell.schemes import BallsInBins, Cyclic, Poisson
 
 EPSILONS = (8, 4, 2, 1, 0.5, 0.25)
 BINS = BallsInBins(3900, 390)

@@ -12,12 +12,12 @@ from simulation import Patterns, simulated_delta
 
 from quell import strategy, workload
 from quell.privacy import importance
-from quell.privacy.b_min_sep import ChainPair
 from quell.privacy.bin_pair import BinPair, _pick
 from quell.privacy.bins import Bins, bins_of
+from quell.privacy.chain import ChainPair
 from quell.privacy.orthogonal import FINE, orthogonal_delta
 from quell.privacy.tilting import Mean, Tilt, candidates, log_kappa, sampling_free
-from quell.sampling import BallsInBins, BMinSep
+from quell.schemes import BallsInBins, BMinSep
 
 PROPOSALS = (
     Tilt(1.0),

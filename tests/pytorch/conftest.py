@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from quell.planning import Plan, problem_of
-from quell.setup import Setup
+from quell.planning import Plan, Prices
+from quell.run import Run
 
 MECHANISMS = {
     "identity": {},
@@ -23,10 +23,10 @@ MECHANISMS = {
 @cache
 def small_plan(recommended: str = "bisr", alone: bool = False, **changes) -> Plan:
     options = {"examples": 40, "batch_size": 8, "epochs": 2, "epsilon": 8.0, "delta": 1e-5, "sampling": "cyclic"}
-    setup = Setup(**{**options, **changes})
-    names = [recommended] if alone or setup.sampling != "cyclic" else list(MECHANISMS)
-    problem = problem_of(setup)
-    return Plan(setup, tuple(problem.price(n, **MECHANISMS[n]) for n in names), names.index(recommended))
+    run = Run.from_data(**{**options, **changes})
+    names = [recommended] if alone or run.sampling != "cyclic" else list(MECHANISMS)
+    prices = Prices(run)
+    return Plan(run, tuple(prices.price(n, **MECHANISMS[n]) for n in names), names.index(recommended))
 
 
 @cache
@@ -34,7 +34,7 @@ def unpriced_poisson_plan() -> Plan:
     """A plan with batches that are sometimes empty. Its noise is not calibrated for them: it promises nothing."""
     plan = small_plan("identity", alone=True, examples=12, batch_size=1, epochs=2)
     mechanism = replace(plan.mechanism, claim=replace(plan.mechanism.guarantee, sampling="poisson"))
-    return Plan(plan.setup, (mechanism,), 0)
+    return Plan(plan.run, (mechanism,), 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,14 +40,14 @@ def build(name: str, physical: int | None = None, width: int = 7):
             fully_shard(layer)
         fully_shard(model)
     plan = unpriced_poisson_plan() if sampling == "poisson" else small_plan(mechanism, alone=True, momentum=0.9)
-    momentum = plan.setup.momentum
+    momentum = plan.run.momentum
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=momentum)
     if name.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         key = Key.from_seed(11)
-    data = examples(plan.setup.examples)
+    data = examples(plan.run.examples)
     return make_private(model, optimizer, data, plan, 0.5, clipping=clipping, key=key, physical_batch_size=physical)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.privacy import epsilon
-from quell.sampling import BallsInBins, Cyclic
+from quell.schemes import BallsInBins, Cyclic
 from quell.torch import CorrelatedNoise, PlanMismatchWarning, clipped_sum, make_private
 from quell.torch.report import leading_block
 
@@ -47,7 +47,7 @@ def test_batches_are_those_that_the_promise_is_about(sampling):
 
 
 def test_estimates_and_looser_promises_are_refused(plan):
-    estimate = plan.problem.estimated(plan.mechanism.strategy, "cyclic")
+    estimate = plan.prices.estimated(plan.mechanism.strategy, "cyclic")
     loose = small_plan("bisr", epsilon=50.0).mechanism
     looser_delta = small_plan("bisr", delta=1e-3).mechanism
     for mechanism, message in ((estimate, "only an estimate"), (loose, r"\(50, "), (looser_delta, r", 0.001\)-DP")):

@@ -443,7 +443,7 @@ def test_an_existing_loader_keeps_its_collate_function_and_workers(plan):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
         optimizer.step()
-    assert optimizer.run.step == plan.setup.steps_per_epoch
+    assert optimizer.run.step == plan.run.steps_per_epoch
 
 
 def test_the_loader_gives_the_plans_batches(plan):
@@ -477,7 +477,7 @@ def test_evaluation_between_steps_is_free(clipping, plan):
         model.train()
         with torch.no_grad():
             model(x)
-    assert optimizer.run.step == plan.setup.steps_per_epoch
+    assert optimizer.run.step == plan.run.steps_per_epoch
 
 
 def test_the_optimizer_takes_schedulers(plan):

@@ -290,7 +290,7 @@ def test_a_mechanism_priced_for_fewer_participations(plan):
     assert once.steps == plan.steps
     with pytest.raises(QuellError, match=r"is not \(8, 1e-05\)-DP"):
         private(plan, mechanism=once.mechanism)
-    own = plan.problem.price("lambda_cgd", **{"lambda": 0.5})
+    own = plan.price("lambda_cgd", **{"lambda": 0.5})
     assert private(plan, mechanism=own)[1].noise_multiplier == own.noise_multiplier
     assert private(plan, mechanism="blt")[1].run.mechanism.name == "blt"
 

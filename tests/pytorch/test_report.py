@@ -10,8 +10,8 @@ import torch
 from enumeration import by_enumeration
 
 import quell
+from quell.participation import Participation
 from quell.privacy import gaussian_epsilon
-from quell.sampling import Participation
 from quell.torch import make_private
 from quell.torch.report import leading_block
 
@@ -22,7 +22,7 @@ from .training import examples, network, seeded, train
 def started(plan, steps, **options):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = make_private(model, optimizer, examples(plan.setup.examples), plan, 0.5, **options)
+    model, optimizer, loader = make_private(model, optimizer, examples(plan.run.examples), plan, 0.5, **options)
     train(model, optimizer, loader, steps=steps)
     return optimizer
 
@@ -36,17 +36,17 @@ def test_epsilon_so_far_is_never_understated(name):
     for steps in (1, 4, 6, 9):
         report = started(plan, steps, clipping="microbatch").privacy_report()
         block = np.abs(matrix[:steps, :steps])  # one example can point anywhere, so signs may be the worst ones
-        worst = by_enumeration(block, Participation(steps, min(plan.setup.steps_per_epoch, steps)))
-        exact = gaussian_epsilon(plan.mechanism.noise_multiplier / worst, plan.setup.delta)
+        worst = by_enumeration(block, Participation(steps, min(plan.run.steps_per_epoch, steps)))
+        exact = gaussian_epsilon(plan.mechanism.noise_multiplier / worst, plan.run.delta)
         assert report.epsilon_so_far_is == "certified for these steps"
         assert exact * (1 - 1e-9) <= report.epsilon_so_far <= report.epsilon_at_the_end
         shown.append(report.epsilon_so_far)
     assert shown == sorted(shown)
-    assert shown[0] < 0.9 * plan.setup.epsilon  # it is worth having
+    assert shown[0] < 0.9 * plan.run.epsilon  # it is worth having
 
 
 def test_the_leading_block_is_the_leading_block(plan):
-    normalised = plan.problem.price("bisr", bands=4, column_normalise=True)
+    normalised = plan.price("bisr", bands=4, column_normalise=True)
     assert normalised.strategy.column_scale is not None
     for mechanism in (*plan.mechanisms, normalised):
         matrix = mechanism.strategy.matrix()

@@ -34,7 +34,7 @@ def without_noise(plan: Plan) -> Plan:
     rows = [
         dataclasses.replace(m, claim=dataclasses.replace(m.guarantee, noise_multiplier=1e-30)) for m in plan.mechanisms
     ]
-    return Plan(plan.setup, tuple(rows), plan.recommended)
+    return Plan(plan.run, tuple(rows), plan.recommended)
 
 
 def train(model, optimizer, loader, steps: int | None = None, criterion=nn.functional.cross_entropy) -> int:

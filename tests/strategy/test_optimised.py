@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quell import strategy, workload
-from quell.error import error
+from quell.analysis.error import error
+from quell.analysis.sensitivity import sensitivity
 from quell.errors import QuellError
-from quell.mechanism import Problem
-from quell.sampling import Cyclic, Participation
-from quell.sensitivity import sensitivity
+from quell.participation import Participation
+from quell.planning import Prices
+from quell.run import Run
 from quell.strategy import ToeplitzStrategy
 
 DATA = Path(__file__).parent.parent / "data"
@@ -55,7 +56,7 @@ def test_the_unsound_matrix_behind_the_printed_number_is_priced_for_what_it_is(t
     """
     theta = np.load(DATA / "band_inv_unsound.npy")
     unsound = ToeplitzStrategy("unsound", 3900, given_noising=theta)
-    pattern = table4.cycle.participation
+    pattern = table4.run.participation
     claimed = np.linalg.norm(unsound.matrix()[:, pattern.first_steps()].sum(axis=1))
     sigma = 0.60023 * error(unsound, table4.workload).rmse
     assert claimed * sigma < 7.87
@@ -127,9 +128,9 @@ def test_no_nearby_banded_inverse_is_better(task, bands, seed):
 
 
 def test_maxse_and_rmse_are_different_objectives():
-    problem = Problem(workload.prefix(500), Cyclic(500, 100), 5, 8.0, 1e-5)
+    prices = Prices(Run.from_steps(steps=500, epochs=5, epsilon=8.0, delta=1e-5))
     for name, options in (("band_inv", {"bands": 4}), ("blt", {"buffers": 2}), ("lambda_cgd", {})):
-        by_rmse, by_maxse = problem.price(name, **options), problem.price(name, objective="maxse", **options)
+        by_rmse, by_maxse = prices.price(name, **options), prices.price(name, objective="maxse", **options)
         assert by_rmse.rmse <= by_maxse.rmse
         assert by_maxse.maxse <= by_rmse.maxse
         assert by_rmse.rmse < by_maxse.rmse * (1 - 1e-6)
@@ -164,10 +165,10 @@ def test_more_buffers_and_more_bands_never_hurt(table4):
 
 
 def test_blt_handles_momentum_and_decay():
-    task, scheme = workload.sgd(2000, 0.9, 0.999), Cyclic(2000, 200)
-    problem = Problem(task, scheme, 10, 8.0, 1e-5)
-    priced = problem.price("blt", buffers=3)
-    assert priced.rmse < 0.5 * problem.dpsgd.rmse
+    optimizer = {"momentum": 0.9, "weight_decay": 0.999}
+    prices = Prices(Run.from_steps(steps=2000, epochs=10, epsilon=8.0, delta=1e-5, **optimizer))
+    priced = prices.price("blt", buffers=3)
+    assert priced.rmse < 0.5 * prices.dpsgd.rmse
     assert 1 <= priced.buffers <= 3
     assert priced.guarantee.sensitivity.exact
 

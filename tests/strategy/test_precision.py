@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 import quell
 from quell import QuellError, cache, strategy, workload
 from quell.algebra.descent import Convergence
-from quell.mechanism import Problem
 from quell.noise import Key, NoiseSpec, NoiseStream
-from quell.planning import Plan, problem_of
-from quell.sampling import Cyclic, Participation
-from quell.setup import Setup
+from quell.participation import Participation
+from quell.planning import Plan, Prices
+from quell.run import Run
 from quell.strategy import precision
 from quell.strategy.recurrence import Exponentials, Fenwick, Recurrence, Regenerate, Ring
 from quell.strategy.structure import BandedStrategy, ToeplitzStrategy
@@ -72,11 +71,11 @@ def test_noise_that_would_be_rounded_away_is_refused(make) -> None:
 def attack(tmp_path_factory) -> str:
     """The plan file of the attack: true in exact arithmetic, and without noise from step 28 on in float32."""
     path = tmp_path_factory.mktemp("attack") / "plan.json"
-    setup = Setup(examples=400, batch_size=40, epochs=4, epsilon=1.0, delta=1e-5, sampling="cyclic")
+    run = Run.from_data(examples=400, batch_size=40, epochs=4, epsilon=1.0, delta=1e-5, sampling="cyclic")
     with unchecked():
-        problem = problem_of(setup)
+        prices = Prices(run)
         built = strategy.build("band_toeplitz", SUMS, PATTERN, DOUBLING, bands=2, column_normalise=False)
-        Plan(setup, (problem.priced(built, "cyclic"),), 0).save(path)
+        Plan(run, (prices.certify(built),), 0).save(path)
     return str(path)
 
 
@@ -199,6 +198,6 @@ def test_the_sums_themselves_are_at_most_the_quick_bound(tail: list[float], step
 
 
 def test_prices_and_comparisons_refuse_it_too() -> None:
-    problem = Problem(SUMS, Cyclic(STEPS, 10), 4, 1.0, 1e-5)
+    prices = Prices(Run.from_steps(steps=STEPS, separation=10, epochs=4, epsilon=1.0, delta=1e-5))
     with pytest.raises(QuellError, match=REFUSED):
-        problem.priced(ToeplitzStrategy("given", STEPS, DOUBLING))
+        prices.certify(ToeplitzStrategy("given", STEPS, DOUBLING))

@@ -7,7 +7,7 @@ import pytest
 
 from quell import strategy, workload
 from quell.errors import QuellError
-from quell.sampling import Participation
+from quell.participation import Participation
 
 N = 30
 SUMS, PATTERN = workload.prefix(N), Participation(N, 5)
@@ -126,7 +126,7 @@ def test_columns_are_normalised_at_any_size_that_is_allowed():
 def test_one_band_is_independent_noise_under_every_scheme(family):
     """A C⁻¹ of one band makes C one band too, coefficients and all: scaled columns of balls in bins tripped over it."""
     from quell.privacy.bins import bins_of
-    from quell.sampling import BallsInBins
+    from quell.schemes import BallsInBins
 
     built = strategy.build(family, SUMS, PATTERN, bands=1, column_normalise=True)
     assert (built.bands, len(built.coefficients)) == (built.noising_bands, len(built.noising)) == (1, 1)

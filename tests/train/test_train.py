@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from quell import cli
 from quell.errors import QuellError
-from quell.planning import Plan, problem_of
-from quell.setup import Setup
+from quell.planning import Plan, Prices
+from quell.run import Run
 from quell.show import words
 from quell.train import command, comparison
 from quell.train.models import build
@@ -28,9 +28,9 @@ OPTIONS = ["--epochs", "2", "--batch-size", "20", "--epsilon", "8", "--delta", "
 def quick_plans(monkeypatch):
     """Two mechanisms instead of a search over all of them."""
 
-    def plan(setup: Setup, progress=None) -> Plan:
-        problem = problem_of(setup)
-        return Plan(setup, (problem.price("bisr", bands=4), problem.price("identity")), 0)
+    def plan(run: Run, progress=None) -> Plan:
+        prices = Prices(run)
+        return Plan(run, (prices.price("bisr", bands=4), prices.price("identity")), 0)
 
     monkeypatch.setattr(command, "make_plan", plan)
 
@@ -115,9 +115,9 @@ def test_the_search_tries_the_same_rates_for_all_on_held_out_examples(file, monk
 
 
 def test_dpsgd_gets_poisson_batches_where_schemes_are_free():
-    setup = Setup(examples=20, batch_size=10, epochs=1, epsilon=2, delta=1e-3, sampling="balls_in_bins")
-    problem = problem_of(setup)
-    plan = Plan(setup, (problem.price("identity"),), 0)
+    run = Run.from_data(examples=20, batch_size=10, epochs=1, epsilon=2, delta=1e-3, sampling="balls_in_bins")
+    prices = Prices(run)
+    plan = Plan(run, (prices.price("identity"),), 0)
     free = comparison.dpsgd(plan)
     assert free.guarantee.sampling == "poisson"
     assert (free.guarantee.epsilon, free.guarantee.delta) == (2, 1e-3)

@@ -3,8 +3,8 @@
 Appendix C of the BandMF paper (arXiv:2405.15913). An operator is two functions, `init` and `step`: the state starts
 empty and every step maps (state, input row) to (state, output row). Workloads and inverse strategies alike have this
 shape, so `query_variances` prices any pair of them, whatever their structure, in O(n²·buffers): the dumb computation
-that every fast path in `quell.error` is tested against, and the entry point for research on new ones. The operators
-only use arithmetic, so rows and bands may be PyTorch tensors as well (`quell.research`).
+that every fast path in `quell.analysis.error` is tested against, and the entry point for research on new ones. The
+operators only use arithmetic, so rows and bands may be PyTorch tensors as well (`quell.research`).
 """
 
 from __future__ import annotations

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quell.cli import options, terminal
 from quell.errors import QuellError
-from quell.mechanism import Mechanism
+from quell.planning import Mechanism, Prices
+from quell.run import Run
+from quell.schemes import FIXED
 from quell.show import plots, tables
-from quell.strategy import build
 
 
 def compare(
@@ -33,13 +34,24 @@ def compare(
     momentum: options.Momentum = 0.0,
     weight_decay: options.WeightDecay = 1.0,
     schedule: options.Schedule = None,
-    sampling: options.Sampling = "cyclic",
+    sampling: options.Sampling = FIXED.name,
     as_csv: Annotated[bool, options.option("Print CSV instead of a table.", "--csv", panel=options.OUTPUT)] = False,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Price one mechanism for several values of one parameter: 2,4,8 or start:stop:count."""
-    problem = options.problem_of(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
+    run = Run.from_steps(
+        steps=steps,
+        epochs=epochs,
+        separation=separation,
+        epsilon=epsilon,
+        delta=delta,
+        sampling=sampling,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        learning_rates=schedule,
+    )
+    prices = Prices(run)
     values = options.values_of(bands, lambda_, gamma, buffers, horizon, divergence, objective, column_normalise)
     several = [name for name, given in values.items() if len(given) > 1]
     if len(several) != 1:
@@ -50,19 +62,32 @@ def compare(
     with terminal.progress() as advance:
         for done, value in enumerate(values[swept]):
             advance(done, len(values[swept]), f"{swept}={value:g}")
-            strategy = build(mechanism, problem.workload, problem.cycle.participation, None, **{**fixed, swept: value})
+            strategy = prices.build(mechanism, **{**fixed, swept: value})
             # A reader takes the best row, so certificates by draws share their failure probability.
-            priced.append(problem.priced(strategy, comparisons=len(values[swept])))
+            priced.append(prices.certify(strategy, comparisons=len(values[swept])))
     if plot is not None:
-        plots.draw_sweep(problem, swept, priced, problem.dpsgd.rmse, problem.lower_bound, plot)
-    rows = [problem.row(row) for row in priced]
+        plots.draw_sweep(run, swept, priced, prices.dpsgd.rmse, prices.lower_bound, plot)
     if as_json:
-        terminal.print_json(rows)
+        terminal.print_json(prices.as_dict(priced))
     elif as_csv:
-        columns = [key for key in rows[0] if key not in ("guarantee", "solution")]
-        writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore")
+        rows = [_flat(row.as_dict()) for row in priced]
+        writer = csv.DictWriter(sys.stdout, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     else:
-        terminal.console.print(tables.mechanism_table(priced, problem.dpsgd.rmse, width=terminal.console.width))
+        terminal.console.print(tables.mechanism_table(priced, prices.dpsgd.rmse, width=terminal.console.width))
         terminal.say_written([plot])
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as one table: parameters and numbers under their own names, without the coefficients."""
+    guarantee = row["guarantee"]
+    return {
+        "family": row["family"],
+        **row["parameters"],
+        "noise_multiplier": row["noise"]["multiplier"],
+        "kept": row["noise"]["buffers"],
+        "draws": row["noise"]["draws"],
+        **row["error"],
+        **guarantee,
+    }

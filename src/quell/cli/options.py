@@ -7,11 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quell import workload
 from quell.errors import QuellError, require_count
-from quell.mechanism import Problem
-from quell.sampling import SCHEMES, Cyclic, scheme_names
-from quell.setup import refuse_decay_rate
+from quell.schemes import SCHEMES
 from quell.strategy import Parameter
 from quell.strategy.family import DIVERGENCE, HORIZON
 
@@ -85,25 +82,6 @@ Normalise = Annotated[
     bool | None,
     option("Scale every column of C to norm 1, or don't.", "--column-normalise/--no-column-normalise", panel=DESIGN),
 ]
-
-
-def problem_of(
-    steps: int,
-    epochs: int,
-    separation: int | None,
-    epsilon: float,
-    delta: float,
-    momentum: float,
-    weight_decay: float,
-    schedule: str | None,
-    sampling: str,
-) -> Problem:
-    """A run that is given by its steps instead of its data."""
-    refuse_decay_rate(weight_decay)
-    scheme = Cyclic.from_epochs(steps, epochs) if separation is None else Cyclic(steps, separation)
-    rates = None if schedule is None else workload.schedule(schedule, scheme.participation.steps)
-    task = workload.sgd(steps, momentum, weight_decay, rates)
-    return Problem(task, scheme, epochs, epsilon, delta, ",".join(scheme_names(sampling)))
 
 
 def values_of(

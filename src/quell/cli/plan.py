@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from quell import planning, questions
 from quell.cli import options, terminal
 from quell.cli.options import GOAL, LIMITS, OUTPUT, RUN, USERS, option
 from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
-from quell.sampling import Cyclic, scheme_names
-from quell.setup import Setup
+from quell.planning import make_plan
+from quell.planning.questions import choices_for_steps, plan_for_rmse
+from quell.run import Run
+from quell.schemes import BEST, FIXED, named
 from quell.show import tables, words
 
 
@@ -63,8 +64,6 @@ def plan(
 
     Give --examples, --batch-size, --epochs, --epsilon and --delta; everything else has a default.
     """
-    if steps is None and (batch_size is None or epochs is None):
-        raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
     unused: dict[str, object] = {"--batch-size": batch_size, "--epochs": epochs, "--target-rmse": target_rmse}
     unused |= {"--save": save, "--plot": plot, "--html": html}
     if steps is not None and (given := [name for name, value in unused.items() if value is not None]):
@@ -72,32 +71,30 @@ def plan(
             f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
             "plan it with --batch-size and --epochs"
         )
-    setup = Setup(
-        examples=examples,
-        batch_size=1 if batch_size is None else batch_size,
-        epochs=1 if epochs is None else epochs,
-        epsilon=epsilon,
-        delta=delta,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        learning_rates=schedule,
-        memory=options.memory_of(memory, parameters),
-        draws=draws,
-        sampling=_sampling(sampling, fast),
-        objective=objective or ("training" if target_rmse is None else "rmse"),
-        adaptive=adaptive,
-        time_limit=_time_limit(noise_share, step_seconds, parameters, device),
-        separation=separation,
-        participations=participations,
-    )
+    known: dict[str, Any] = {
+        "examples": examples,
+        "epsilon": epsilon,
+        "delta": delta,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "learning_rates": schedule,
+        "memory": options.memory_of(memory, parameters),
+        "draws": draws,
+        "sampling": _sampling(sampling, fast),
+        "objective": objective or ("training" if target_rmse is None else "rmse"),
+        "adaptive": adaptive,
+        "time_limit": _time_limit(noise_share, step_seconds, parameters, device),
+        "separation": separation,
+        "participations": participations,
+    }
     if steps is not None:
-        _show_choices(steps, setup, as_json)
+        _show_choices(steps, known, as_json)
         return
+    if batch_size is None or epochs is None:
+        raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
+    run = Run.from_data(batch_size=batch_size, epochs=epochs, **known)
     with terminal.progress() as advance:
-        if target_rmse is None:
-            chosen = planning.make_plan(setup, advance)
-        else:
-            chosen = questions.plan_for_rmse(setup, target_rmse, advance)
+        chosen = make_plan(run, advance) if target_rmse is None else plan_for_rmse(run, target_rmse, advance)
         if save is not None:
             chosen.save(save)
         if plot is not None:
@@ -112,9 +109,9 @@ def plan(
     terminal.say_written([save, plot, html])
 
 
-def _show_choices(steps: int, setup: Setup, as_json: bool) -> None:
+def _show_choices(steps: int, known: dict[str, Any], as_json: bool) -> None:
     with terminal.progress() as advance:
-        choices = questions.choices_for_steps(steps, setup, advance)
+        choices = choices_for_steps(steps, progress=advance, **known)
     if as_json:
         terminal.print_json([choice.as_dict() for choice in choices])
         return
@@ -125,11 +122,11 @@ def _show_choices(steps: int, setup: Setup, as_json: bool) -> None:
 def _sampling(sampling: str, fast: bool) -> str:
     if not fast:
         return sampling
-    if scheme_names(sampling) not in (scheme_names("best"), (Cyclic.name,)):
+    if named(sampling) not in (BEST, (FIXED,)):
         raise QuellError(
-            f"--fast means --sampling {Cyclic.name}, so it does not go with --sampling {sampling}: drop one"
+            f"--fast means --sampling {FIXED.name}, so it does not go with --sampling {sampling}: drop one"
         )
-    return Cyclic.name
+    return FIXED.name
 
 
 def _time_limit(

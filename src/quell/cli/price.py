@@ -8,6 +8,9 @@ import typer
 
 from quell.cli import options, terminal
 from quell.errors import QuellError
+from quell.planning import Prices
+from quell.run import Run
+from quell.schemes import FIXED
 from quell.show import tables, words
 
 
@@ -29,18 +32,29 @@ def price(
     momentum: options.Momentum = 0.0,
     weight_decay: options.WeightDecay = 1.0,
     schedule: options.Schedule = None,
-    sampling: options.Sampling = "cyclic",
+    sampling: options.Sampling = FIXED.name,
     as_json: options.AsJson = False,
 ) -> None:
     """Price one mechanism: the noise it needs for the promise, and the error that this noise causes."""
-    problem = options.problem_of(steps, epochs, separation, epsilon, delta, momentum, weight_decay, schedule, sampling)
+    run = Run.from_steps(
+        steps=steps,
+        epochs=epochs,
+        separation=separation,
+        epsilon=epsilon,
+        delta=delta,
+        sampling=sampling,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        learning_rates=schedule,
+    )
+    prices = Prices(run)
     values = options.values_of(bands, lambda_, gamma, buffers, horizon, divergence, objective, column_normalise)
     if several := [name for name, given in values.items() if len(given) > 1]:
         raise QuellError(f"price takes one value for {several[0]}: use quell compare for several")
     with terminal.progress():
-        priced = problem.price(mechanism, **{name: given[0] for name, given in values.items()})
+        priced = prices.price(mechanism, **{name: given[0] for name, given in values.items()})
     if as_json:
-        terminal.print_json(problem.row(priced))
+        terminal.print_json(prices.as_dict([priced]))
         return
-    terminal.console.print(tables.mechanism_table([priced], problem.dpsgd.rmse, width=terminal.console.width))
-    terminal.say("\n".join(words.details(problem, priced)))
+    terminal.console.print(tables.mechanism_table([priced], prices.dpsgd.rmse, width=terminal.console.width))
+    terminal.say("\n".join(words.details(run, priced)))

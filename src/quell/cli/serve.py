@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from quell.cli import options, terminal
-from quell.setup import Setup
+from quell.run import Run
 
 
 def serve(
@@ -28,7 +28,7 @@ def serve(
     """Show plans live in a browser, with sliders, on this machine only."""
     from quell.serve import server
 
-    setup = Setup(
+    run = Run.from_data(
         examples=examples,
         batch_size=batch_size,
         epochs=epochs,
@@ -43,4 +43,4 @@ def serve(
         objective=objective,
         adaptive=adaptive,
     )
-    server.serve(setup, port, terminal.say)
+    server.serve(run, port, terminal.say)

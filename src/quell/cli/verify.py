@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quell import verification
 from quell.cli import options, terminal
+from quell.planning.file import verify as verify_file
 from quell.show import tables
 
 
@@ -17,7 +17,7 @@ def verify(
     as_json: options.AsJson = False,
 ) -> None:
     """Recompute every claim in a plan file from first principles."""
-    checks = verification.verify(file)
+    checks = verify_file(file)
     false = [check for check in checks if not check.holds]
     if as_json:
         terminal.print_json({"file": str(file), "true": not false, "checks": [vars(check) for check in checks]})

@@ -21,8 +21,7 @@ from quell.strategy.precision import Magnitudes, require_fresh_draws, shortfall
 from quell.strategy.recurrence import Exponentials, Fenwick, Recurrence, Regenerate, Ring
 
 if TYPE_CHECKING:
-    from quell.mechanism import Mechanism
-    from quell.planning import Plan
+    from quell.planning import Mechanism, Plan
 
 Kind = Literal["regenerate", "ring", "exponentials", "fenwick"]
 

@@ -32,8 +32,7 @@ from quell.noise.spec import NoiseSpec
 from quell.strategy.recurrence import Regenerate
 
 if TYPE_CHECKING:
-    from quell.mechanism import Mechanism
-    from quell.planning import Plan
+    from quell.planning import Mechanism, Plan
 
 
 class UnrecordedKeyWarning(UserWarning):

@@ -1,8 +1,8 @@
-"""Accountants: from noise to (epsilon, delta) and back, one sampling scheme at a time."""
+"""Accountants: from noise to (epsilon, delta) and back, for every sampling scheme."""
 
-from quell.privacy.accounting import calibrate, certify, delta, epsilon, estimate
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Estimate, Guarantee
+from quell.privacy.pricing import calibrate, certify, delta, epsilon, estimate
 
 __all__ = [
     "Estimate",

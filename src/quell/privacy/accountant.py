@@ -1,4 +1,4 @@
-"""What an accountant must be able to do for one strategy under one sampling scheme, and the searches over it.
+"""What an accountant is: one strategy under one sampling scheme, and everything that can be asked of it.
 
 An `Accountant` gives δ at (σ, ε) twice: an estimate, cheap enough to search with, and a certificate. Searching with
 certificates would void them: among many tries one succeeds by luck. So the search runs on estimates and on forecasts of
@@ -14,140 +14,198 @@ digits, so that they do not depend on the last bits of anybody's arithmetic.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from functools import lru_cache
+from typing import ClassVar
 
+from quell.analysis.sensitivity import Sensitivity
 from quell.errors import QuellError, at_least
+from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Certificate
-from quell.sensitivity import Sensitivity
 
 FAILURE_SHARE = 0.01  # of δ
 _RUNGS = (0.0, 0.0015, 0.003, 0.006, 0.012, 0.025, 0.06, 0.15)
 _HOPELESS = 1.05  # a forecast this far above what is allowed is hardly ever wrong
 _SIGMA_SLOPE, _EPSILON_SLOPE = -20.0, -8.0  # about d ln δ/d ln σ and d ln δ/d ln ε, where nothing better is known
+_ABOVE_ESTIMATES = (1.0005, 1.002, 1.008)  # noise that mostly suffices where an estimate without draws is known
+_CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough to rank by: a third wrong, it is 0.4% of σ
 
 
-class Accountant(Protocol):
-    """One strategy under one sampling scheme."""
+class Accountant(ABC):
+    """One strategy under one sampling scheme. Schemes differ in δ; noise and ε are found in the same way for all."""
+
+    tolerance: ClassVar[float] = 0.0  # relative, of δ, for rounding between machines where δ is a closed form
 
     @property
+    @abstractmethod
     def sensitivity(self) -> Sensitivity:
         """How far one example can move C·G."""
 
     @property
+    @abstractmethod
+    def reach(self) -> float:
+        """How far an example moves C·G that always takes part: noise for that is enough without amplification."""
+
+    @property
     def statistical(self) -> bool:
         """Whether certificates come from draws."""
+        return False
 
+    @abstractmethod
     def guess(self, epsilon: float, delta: float) -> float:
         """A noise level near the right one."""
 
+    @abstractmethod
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
         """δ, about, and its relative error."""
 
+    def rough(self, sigma: float, epsilon: float, effort: int) -> tuple[float, float]:
+        """The same in tens of milliseconds, for ranking: a percent of σ is five to twenty percent of δ."""
+        return self.estimate(sigma, epsilon, False)
+
     def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
         """About the upper end that `certify` will give; asked only where certificates come from draws."""
+        return 0.0
 
+    @abstractmethod
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
         """δ in a bracket; `failure` is ignored where nothing is drawn."""
 
+    def at_least(self, epsilon: float, delta: float) -> float:
+        """Noise that is needed whatever `estimate` says, in milliseconds: what a search may prune by."""
+        return 0.0
+
+    def check_range(self, epsilon: float, delta: float) -> None:
+        """Beyond these the numbers of amplified accounting leave float64, and nothing is gained there anyway."""
+        if epsilon > 300 or delta < 1e-100:
+            raise QuellError(
+                f"epsilon={epsilon:g}, delta={delta:g} is out of reach of amplified accounting (epsilon up to 300, "
+                "delta from 1e-100): use fixed batches"
+            )
+
     def safe_sigma(self, epsilon: float, delta: float) -> float:
         """Noise that is enough without amplification."""
+        return self.reach * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
 
     def safe_epsilon(self, sigma: float, delta: float) -> float:
         """The ε that holds without amplification."""
+        return gaussian_epsilon(sigma / self.reach, delta)
+
+    def estimate_sigma(
+        self, epsilon: float, delta: float, near: float | None = None, effort: int | None = None
+    ) -> tuple[float, float]:
+        """About the least noise that is (epsilon, delta)-DP, and the relative error of δ there.
+
+        With `effort`, quickly, for a search that ranks: from so many times the least number of draws, starting at the
+        noise of a neighbour (`near`) where one is known.
+        """
+        most = self.safe_sigma(epsilon, delta)
+        if effort is None:
+            return _crossing(
+                lambda sigma, careful: self.estimate(sigma, epsilon, careful),
+                self.guess(epsilon, delta),
+                delta,
+                _SIGMA_SLOPE,
+                most,
+            )
+        start, slope = near or self.guess(epsilon, delta), gaussian_slope(epsilon, delta)
+        sigma, _, error = secants(lambda x: self.rough(x, epsilon, effort), start, delta, slope, most, 12, _CLOSE)
+        return round_up(sigma), error
+
+    def estimate_epsilon(self, sigma: float, delta: float) -> float:
+        """About the ε of noise `sigma`, which may be far too little for any promise: a yardstick for comparisons."""
+        low, high = 1e-3, self.safe_epsilon(sigma, delta)
+        for _ in range(24):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if self.rough(sigma, middle, 1)[0] > delta else (low, middle)
+        return high
+
+    def certified_sigma(
+        self, epsilon: float, delta: float, comparisons: int = 1, near: float | None = None
+    ) -> tuple[float, Certificate]:
+        """The least noise that can be certified to be (epsilon, delta)-DP, to within the ladder's steps.
+
+        `near` is about that noise, where it is known, which saves half the time. Where certificates come from draws, a
+        search over forecasts follows; where they do not, a little more than an estimate is tried first.
+        """
+        allowed, failure = _budget(self, delta, comparisons)
+        if near is not None and not self.statistical:
+            for more in _ABOVE_ESTIMATES:
+                with suppress(QuellError):
+                    enough = round_up(near * more)
+                    return enough, self.certificate_for(enough, epsilon, delta)
+        about = near if near is not None and self.statistical else self.estimate_sigma(epsilon, allowed)[0]
+        return _certified(
+            self,
+            lambda sigma: self.forecast(sigma, epsilon, failure),
+            lambda sigma: self.certify(sigma, epsilon, failure),
+            about,
+            self.safe_sigma(epsilon, delta),
+            _SIGMA_SLOPE,
+            delta,
+        )
+
+    def certified_epsilon(self, sigma: float, delta: float, comparisons: int = 1) -> tuple[float, Certificate]:
+        """The least ε that can be certified for this noise and delta, to within the ladder's steps."""
+        allowed, failure = _budget(self, delta, comparisons)
+        most = self.safe_epsilon(sigma, delta)
+        if most == 0.0:
+            return 0.0, _plain(delta)
+        about, _ = _crossing(
+            lambda epsilon, careful: self.estimate(sigma, epsilon, careful),
+            max(0.02, 0.5 * most),
+            allowed,
+            _EPSILON_SLOPE,
+            max(most, 0.02),
+        )
+        return _certified(
+            self,
+            lambda epsilon: self.forecast(sigma, epsilon, failure),
+            lambda epsilon: self.certify(sigma, epsilon, failure),
+            about,
+            most,
+            _EPSILON_SLOPE,
+            delta,
+        )
+
+    def certified_delta(self, sigma: float, epsilon: float, comparisons: int = 1) -> tuple[float, Certificate]:
+        """The least δ that can be certified for this noise and epsilon, failure probability included."""
+        if not self.statistical:
+            certificate = self.certify(sigma, epsilon, 0.0)
+            return certificate.upper, certificate
+        about, _ = self.estimate(sigma, epsilon, True)
+        failure = max(about, 1e-200) * FAILURE_SHARE
+        certificate = self.certify(sigma, epsilon, failure / comparisons)
+        if not certificate.failure:
+            return min(1.0, certificate.upper), certificate
+        return min(1.0, certificate.upper + failure), replace(certificate, failure=failure)
+
+    def certificate_for(self, sigma: float, epsilon: float, delta: float, comparisons: int = 1) -> Certificate:
+        """The certificate that noise `sigma` is (epsilon, delta)-DP, refused where there is none.
+
+        It asks for the confidence of one rung of `certified_sigma`'s ladder, so what that returns passes here, and
+        little is left to gain by trying several levels of noise by hand.
+        """
+        allowed, failure = _budget(self, delta, comparisons)
+        certificate = self.certify(sigma, epsilon, failure)
+        if certificate.upper <= allowed * (1 + self.tolerance):
+            return _total(certificate, delta)
+        if sigma >= self.safe_sigma(epsilon, delta) * (1 - 1e-12):
+            return _plain(delta)
+        raise QuellError(
+            f"noise {sigma:g} is not certified to be ({epsilon:g}, {delta:g})-DP: the bound on delta is "
+            f"{at_least(certificate.upper + certificate.failure)}; calibrate again"
+        )
 
 
-def estimate_sigma(accountant: Accountant, epsilon: float, delta: float) -> tuple[float, float]:
-    """About the least noise that is (epsilon, delta)-DP, and the relative error of δ there."""
-    return _crossing(
-        lambda sigma, careful: accountant.estimate(sigma, epsilon, careful),
-        accountant.guess(epsilon, delta),
-        delta,
-        _SIGMA_SLOPE,
-        accountant.safe_sigma(epsilon, delta),
-    )
-
-
-def certified_sigma(
-    accountant: Accountant, epsilon: float, delta: float, comparisons: int, near: float | None = None
-) -> tuple[float, Certificate]:
-    """The least noise that can be certified to be (epsilon, delta)-DP, to within the ladder's steps.
-
-    Where certificates come from draws, a search over forecasts follows the estimate, so `near` can take its place.
-    """
-    allowed, failure = _budget(accountant, delta, comparisons)
-    about = near if near is not None and accountant.statistical else estimate_sigma(accountant, epsilon, allowed)[0]
-    return _certified(
-        accountant,
-        lambda sigma: accountant.forecast(sigma, epsilon, failure),
-        lambda sigma: accountant.certify(sigma, epsilon, failure),
-        about,
-        accountant.safe_sigma(epsilon, delta),
-        _SIGMA_SLOPE,
-        delta,
-    )
-
-
-def certified_epsilon(
-    accountant: Accountant, sigma: float, delta: float, comparisons: int
-) -> tuple[float, Certificate]:
-    """The least ε that can be certified for this noise and delta, to within the ladder's steps."""
-    allowed, failure = _budget(accountant, delta, comparisons)
-    most = accountant.safe_epsilon(sigma, delta)
-    if most == 0.0:
-        return 0.0, _plain(delta)
-    about, _ = _crossing(
-        lambda epsilon, careful: accountant.estimate(sigma, epsilon, careful),
-        max(0.02, 0.5 * most),
-        allowed,
-        _EPSILON_SLOPE,
-        max(most, 0.02),
-    )
-    return _certified(
-        accountant,
-        lambda epsilon: accountant.forecast(sigma, epsilon, failure),
-        lambda epsilon: accountant.certify(sigma, epsilon, failure),
-        about,
-        most,
-        _EPSILON_SLOPE,
-        delta,
-    )
-
-
-def certified_delta(
-    accountant: Accountant, sigma: float, epsilon: float, comparisons: int
-) -> tuple[float, Certificate]:
-    """The least δ that can be certified for this noise and epsilon, failure probability included."""
-    if not accountant.statistical:
-        certificate = accountant.certify(sigma, epsilon, 0.0)
-        return certificate.upper, certificate
-    about, _ = accountant.estimate(sigma, epsilon, True)
-    failure = max(about, 1e-200) * FAILURE_SHARE
-    certificate = accountant.certify(sigma, epsilon, failure / comparisons)
-    if not certificate.failure:
-        return min(1.0, certificate.upper), certificate
-    return min(1.0, certificate.upper + failure), replace(certificate, failure=failure)
-
-
-def certificate_for(
-    accountant: Accountant, sigma: float, epsilon: float, delta: float, comparisons: int
-) -> Certificate:
-    """The certificate that noise `sigma` is (epsilon, delta)-DP, refused where there is none.
-
-    It asks for the confidence of one rung of `certified_sigma`'s ladder, so what that returns passes here, and little
-    is left to gain by trying several levels of noise by hand.
-    """
-    allowed, failure = _budget(accountant, delta, comparisons)
-    certificate = accountant.certify(sigma, epsilon, failure)
-    if certificate.upper <= allowed:
-        return _total(certificate, delta)
-    if sigma >= accountant.safe_sigma(epsilon, delta) * (1 - 1e-12):
-        return _plain(delta)
-    raise QuellError(
-        f"noise {sigma:g} is not certified to be ({epsilon:g}, {delta:g})-DP: the bound on delta is "
-        f"{at_least(certificate.upper + certificate.failure)}; calibrate again"
-    )
+@lru_cache(maxsize=64)
+def gaussian_slope(epsilon: float, delta: float) -> float:
+    """d ln δ/d ln σ of the Gaussian mechanism: about right for all, until it is measured."""
+    sigma = gaussian_sigma(epsilon, delta)
+    return math.log(gaussian_delta(1.02 * sigma, epsilon) / gaussian_delta(sigma, epsilon)) / math.log(1.02)
 
 
 def round_up(value: float, digits: int = 5) -> float:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -26,8 +27,19 @@ from numpy.typing import NDArray
 
 from quell._types import Array
 from quell.errors import QuellError
-from quell.sampling import BallsInBins
+from quell.participation import Participation
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy
+
+
+class Binned(Protocol):
+    """What bins need to know of a scheme: how many there are, and how often one comes up."""
+
+    @property
+    def separation(self) -> int: ...
+
+    @property
+    def participation(self) -> Participation: ...
+
 
 _DENSE = 1024  # bins up to which draws by a b×b factor are affordable, and G is exact
 _ROUNDING = 1e-12  # relative to the largest entry, added to all of G: far above the error of an FFT
@@ -104,10 +116,11 @@ class Bins:
         return np.maximum(np.fft.rfft(self.table).real, 0.0)
 
 
-def bins_of(strategy: Strategy, sampling: BallsInBins) -> Bins:
+def bins_of(strategy: Strategy, sampling: Binned) -> Bins:
     """The bins of a strategy under balls-in-bins sampling.
 
     >>> from quell import strategy, workload
+    >>> from quell.schemes import BallsInBins
     >>> scheme = BallsInBins(steps=6, separation=3)
     >>> bins_of(strategy.build("identity", workload.prefix(6), scheme.participation), scheme).energies.round(9)
     array([2., 2., 2.])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quell.sensitivity import Sensitivity
+from quell.analysis.sensitivity import Sensitivity
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class Guarantee:
     The unit of privacy is one example; neighbours differ by removing it from (or zeroing it in) every batch it
     would be in. `bracket` encloses the exact δ of this noise at this ε; `delta` is never below its upper end. Where
     the upper end is a confidence bound, it fails with at most `failure_probability` over the accountant's draws, and
-    that probability is already part of `delta`: the statement needs no "with high probability". `draws` is
-    how many random draws the accountant took.
+    that probability is already part of `delta`: the statement needs no "with high probability".
     """
 
     epsilon: float

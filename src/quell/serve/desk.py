@@ -1,4 +1,4 @@
-"""What `quell serve` computes: a request's parameters, checked, into a set-up, and that into a plan.
+"""What `quell serve` computes: a request's parameters, checked, into a run, and that into a plan.
 
 A person who drags a slider sends many requests and wants the answer to the last one. `Desk` computes one plan at a
 time and abandons a computation as soon as the same page has asked for something newer.
@@ -13,16 +13,16 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qsl
 
-from quell.curves import page_content
 from quell.errors import QuellError
-from quell.mechanism import Mechanism
-from quell.planning import Plan, make_plan, problem_of, recommend
+from quell.planning import Mechanism, Plan, Prices, make_plan
+from quell.planning.curves import page_content
+from quell.planning.planner import recommend
+from quell.planning.questions import answers
+from quell.planning.search import order, space_of
 from quell.progress import announce, listening
-from quell.questions import answers
-from quell.sampling import SCHEMES, Cyclic
-from quell.search import rank
-from quell.setup import Setup
-from quell.strategy import FAMILIES, Limits
+from quell.run import Run
+from quell.schemes import FIXED, SCHEMES
+from quell.strategy import FAMILIES
 
 UNLIMITED = "unlimited"
 _RANGES = {  # of what the page may ask for, ends included
@@ -36,9 +36,6 @@ _RANGES = {  # of what the page may ask for, ends included
 }
 _WHOLE = ("examples", "batch_size", "epochs")
 _MOST_STEPS = 100_000  # a page should answer within seconds
-_LONG = 10_000  # steps beyond which a draft keeps to mechanisms that are priced in milliseconds
-_QUICK = ("identity", "lambda_cgd", "bisr")
-_QUICK_IF_SHORT = ("fractional", "band_inv")
 _MOST_PAGES = 64  # whose latest request is remembered
 
 _STOPS: dict[str, tuple[float | str, ...]] = {
@@ -65,14 +62,14 @@ class SupersededError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One checked request: the set-up, whether a quick draft will do, and which open page asks."""
+    """One checked request: the run, whether a quick draft will do, and which open page asks."""
 
-    setup: Setup
+    run: Run
     draft: bool
     page: str
 
 
-def read_question(query: str, fixed: Setup) -> Question:
+def read_question(query: str, fixed: Run) -> Question:
     """The question in a query string; what the page does not ask about is as in `fixed`."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=len(_LABELS) + 2)
@@ -89,20 +86,20 @@ def read_question(query: str, fixed: Setup) -> Question:
     changes: dict[str, Any] = {
         name: text if name == "sampling" else _number(name, text) for name, text in given.items()
     }
-    setup = dataclasses.replace(fixed, **changes)
-    if setup.steps > _MOST_STEPS:
+    run = fixed.changed(**changes)
+    if run.steps > _MOST_STEPS:
         raise QuellError(
-            f"a run of {setup.steps:,} steps is too long for a live page, which answers up to {_MOST_STEPS:,}: "
+            f"a run of {run.steps:,} steps is too long for a live page, which answers up to {_MOST_STEPS:,}: "
             "use larger batches or fewer epochs, or quell plan --html"
         )
-    return Question(setup, kind == "draft", page[:40])
+    return Question(run, kind == "draft", page[:40])
 
 
-def controls(setup: Setup) -> list[dict[str, Any]]:
+def controls(run: Run) -> list[dict[str, Any]]:
     """The page's sliders and fields, set to this run."""
     found: list[dict[str, Any]] = []
     for name, label in _LABELS.items():
-        value = getattr(setup, name)
+        value = run.arguments[name]
         if name == "memory" and value is None:
             value = UNLIMITED
         control: dict[str, Any] = {"name": name, "label": label, "value": value}
@@ -114,21 +111,22 @@ def controls(setup: Setup) -> list[dict[str, Any]]:
     return found
 
 
-def draft_plan(setup: Setup) -> Plan:
+def draft_plan(run: Run) -> Plan:
     """A plan among the mechanisms that need no search, under fixed batches: valid as it stands, but seldom the best."""
-    setup = dataclasses.replace(setup, sampling=Cyclic.name)
-    problem = problem_of(setup)
-    limits = Limits(problem.cycle.participation, setup.buffer_limit, setup.draws)
+    run = run.changed(sampling=FIXED.name)
+    prices, space = Prices(run), space_of(run)
     best: list[Mechanism] = []
-    for name in _QUICK if setup.steps > _LONG else (*_QUICK, *_QUICK_IF_SHORT):
-        announce(name)
+    for family in FAMILIES.values():
+        if run.steps > family.instant_steps:
+            continue
+        announce(family.name)
         priced = []
-        for options in FAMILIES[name].candidates(problem.workload, limits):
+        for options in family.candidates(space):
             with suppress(QuellError):  # what does not go with this run is left out; independent noise always goes
-                priced.append(problem.price(name, **options))
-        best += sorted(priced, key=lambda mechanism: rank(setup, mechanism, setup.objective))[:1]
-    rows = sorted(best, key=lambda mechanism: mechanism.score(setup.objective))
-    return Plan(setup, tuple(rows), recommend(setup, rows))
+                priced.append(prices.price(family.name, **options))
+        best += sorted(priced, key=lambda mechanism: order(run, mechanism, run.objective))[:1]
+    rows = sorted(best, key=lambda mechanism: mechanism.score(run.objective))
+    return Plan(run, tuple(rows), recommend(run, rows))
 
 
 class Desk:
@@ -149,7 +147,7 @@ class Desk:
 
         with self._working, listening(still_wanted):
             still_wanted()
-            plan = draft_plan(question.setup) if question.draft else make_plan(question.setup, still_wanted)
+            plan = draft_plan(question.run) if question.draft else make_plan(question.run, still_wanted)
             still_wanted()
             return page_content(plan, answers(plan, thorough=False), thorough=False)
 

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quell.errors import QuellError
+from quell.run import Run
 from quell.serve.desk import Desk, SupersededError, controls, read_question
-from quell.setup import Setup
 from quell.show.page.document import document
 
 HOST = "127.0.0.1"
@@ -28,15 +28,13 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True  # Ctrl-C does not wait for a plan nobody will read
 
-    def __init__(self, setup: Setup, port: int) -> None:
+    def __init__(self, run: Run, port: int) -> None:
         try:
             super().__init__((HOST, port), Handler)
         except (OSError, OverflowError) as problem:
             raise QuellError(f"cannot listen on port {port}: {problem}; choose another --port, 0 for any") from problem
-        self.setup, self.desk = setup, Desk()
-        self.page = document(
-            None, "This page needs scripts; quell plan prints the same.", {"controls": controls(setup)}
-        )
+        self.run, self.desk = run, Desk()
+        self.page = document(None, "This page needs scripts; quell plan prints the same.", {"controls": controls(run)})
 
     @property
     def url(self) -> str:
@@ -69,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _plan(self, query: str) -> None:
         try:
-            plan = self.server.desk.answer(read_question(query, self.server.setup))
+            plan = self.server.desk.answer(read_question(query, self.server.run))
         except SupersededError:
             self._fail(HTTPStatus.CONFLICT, "a newer request of the same page took its place")
         except QuellError as problem:
@@ -112,9 +110,9 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: the terminal belongs to the person who started the server."""
 
 
-def serve(setup: Setup, port: int, say: Callable[[str], None]) -> None:
+def serve(run: Run, port: int, say: Callable[[str], None]) -> None:
     """Answer until interrupted."""
-    server = PageServer(setup, port)
+    server = PageServer(run, port)
     try:
         say(f"Open {server.url} in a browser; Ctrl-C ends.")
         server.serve_forever()

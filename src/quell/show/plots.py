@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from quell.mechanism import Mechanism, Problem
+    from quell.planning import Mechanism
+    from quell.run import Run
 
 _GREEN, _RED, _PURPLE, _GREY = "#1f6f43", "#b3341c", "#6b4fa0", "#5a626c"
 _ARMS = {"not private": _GREY, "DP-SGD": _RED, "planned": _GREEN}
@@ -73,7 +74,7 @@ def _draw_epsilon(axes: Axes, row: dict[str, Any]) -> None:
 
 
 def draw_sweep(
-    problem: Problem, swept: str, mechanisms: Sequence[Mechanism], dpsgd: float, bound: float, path: str | Path
+    run: Run, swept: str, mechanisms: Sequence[Mechanism], dpsgd: float, bound: float, path: str | Path
 ) -> None:
     """RMSE and MaxSE of one family against the swept parameter, beside DP-SGD's RMSE and the lower bound."""
     figure = _figure(7, 4.5)
@@ -85,12 +86,12 @@ def draw_sweep(
     axes.axhline(bound, color=_PURPLE, linestyle="--", label="best possible RMSE without amplification")
     if swept == "bands":
         axes.set_xscale("log", base=2)
-    target = words.level(problem.epsilon, problem.delta)
+    target = words.level(run.epsilon, run.delta)
     axes.set(
         xlabel=swept,
         ylabel="error per unit of clip norm",
         yscale="log",
-        title=f"{mechanisms[0].name} at {target}, {problem.workload.steps:,} steps",
+        title=f"{mechanisms[0].name} at {target}, {run.steps:,} steps",
     )
     axes.legend()
     _save(figure, path)

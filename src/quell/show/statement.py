@@ -5,20 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quell.errors import at_least
+from quell.schemes import SCHEMES
 from quell.show import words
 
 if TYPE_CHECKING:
     from quell.planning import Plan
     from quell.torch.report import PrivacyReport
 
-_BATCHES = {
-    "cyclic": "Batches are fixed: the same ones in the same order in every epoch.",
-    "balls_in_bins": "Each example is put into one batch of the epoch at random and stays there in later epochs.",
-    "poisson": "At every step each example joins the batch at random, independently of all others.",
-    "cyclic_poisson": "Each example belongs to one group. Groups take turns, and members join the batch at random.",
-    "b_min_sep": "Each example joins batches at random, with a fixed pause after each time that it was used.",
-}
-_FIXED = "cyclic"
 _NEIGHBOURS = {
     "zero-out": "The comparison is with the same run in which this one {unit}'s gradients are set to zero (zero-out).",
     "add-remove": "The comparison is with the same run on the data without this one {unit} (add-remove).",
@@ -27,9 +20,9 @@ _NEIGHBOURS = {
 
 def privacy_statement(plan: Plan) -> dict[str, str]:
     """What is promised, to whom, and on which conditions, for someone who does not read formulas."""
-    guarantee, unit, pattern = plan.mechanism.guarantee, plan.problem.unit, plan.problem.cycle.participation
+    guarantee, unit, pattern = plan.mechanism.guarantee, plan.run.promise.unit, plan.run.participation
     neighbours = _NEIGHBOURS[guarantee.adjacency].format(unit=unit)
-    if plan.setup.user_level:
+    if plan.run.user_level:
         protected = (
             f"Each single user, with all their examples, as long as these take part in at most {pattern.count:,} steps "
             f"that are at least {pattern.separation:,} apart. {neighbours}"
@@ -37,8 +30,8 @@ def privacy_statement(plan: Plan) -> dict[str, str]:
         formed = "In any way that keeps every user's steps as few and as far apart as stated."
     else:
         protected = f"Each single example. {neighbours} A person who contributed several examples is protected less."
-        formed = _BATCHES[guarantee.sampling]
-    secret = "" if guarantee.sampling == _FIXED else ", and which examples were in which batch"
+        formed = plan.mechanism.scheme.words
+    secret = ", and which examples were in which batch" if plan.mechanism.scheme.amplifies else ""
     return {
         "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
         f"without any one {unit}: no conclusion becomes more or less likely by more than a factor e^ε, "
@@ -61,8 +54,9 @@ def privacy_statement(plan: Plan) -> dict[str, str]:
 
 def assumption(sampling: str) -> str:
     """How batches are formed, and whether that must stay secret."""
-    secret = "Nothing about them has to stay secret." if sampling == _FIXED else "Who was in which batch stays secret."
-    return f"{_BATCHES[sampling]} {secret}"
+    kind = SCHEMES[sampling]
+    secret = "Who was in which batch stays secret." if kind.amplifies else "Nothing about them has to stay secret."
+    return f"{kind.words} {secret}"
 
 
 def report_markdown(report: PrivacyReport) -> str:

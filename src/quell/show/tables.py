@@ -16,13 +16,11 @@ from rich.table import Table
 from quell.errors import at_least
 from quell.show import words
 from quell.strategy import FAMILIES
-from quell.strategy.family import known_as
 
 if TYPE_CHECKING:
-    from quell.mechanism import Mechanism
-    from quell.planning import Plan
-    from quell.questions import Answers, Choice
-    from quell.verification import Check
+    from quell.planning import Mechanism, Plan
+    from quell.planning.file import Check
+    from quell.planning.questions import Answers, Choice
 
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
 _TEXT_WIDTH = 120
@@ -35,7 +33,7 @@ def mechanism_table(
 
     Where `width` is too small for all columns the least important are left out: a number is never cut short.
     """
-    measure = "maxse" if plan is None or plan.setup.objective == "rmse" else plan.setup.objective
+    measure = "maxse" if plan is None or plan.run.objective == "rmse" else plan.run.objective
     cells = {
         "mechanism": [f"{_mark(each, plan)} {words.label(each)}" for each in mechanisms],
         "sampling": [each.sampling for each in mechanisms],
@@ -52,7 +50,7 @@ def mechanism_table(
             del widths[title]
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption=words.legend(mechanisms, list(widths), None if plan is None else plan.setup.objective)
+        caption=words.legend(mechanisms, list(widths), None if plan is None else plan.run.objective)
         + ("" if plan is None else " ~: estimated, not certified. ✗: beyond the limits."),
         caption_justify="left",
         padding=(0, 1, 0, 0),
@@ -66,7 +64,7 @@ def mechanism_table(
 
 
 def _mark(mechanism: Mechanism, plan: Plan | None) -> str:
-    if plan is None or plan.setup.fits(mechanism):
+    if plan is None or plan.run.limits.fits(mechanism):
         return "➤" if plan is not None and mechanism is plan.mechanism else " "
     return "✗"
 
@@ -79,10 +77,10 @@ def _noise(mechanism: Mechanism) -> str:
 
 def print_plan(plan: Plan, answers: Answers, console: Console) -> None:
     """The run, the table, and the explanation."""
-    console.print(words.run(plan.setup), highlight=False)
+    console.print(words.describe_run(plan.run), highlight=False)
     console.print(mechanism_table(plan.alternatives, answers.dpsgd.rmse, plan, console.width))
     console.print("\n".join(words.explanation(plan, answers)), highlight=False)
-    for note in plan.setup.notes:
+    for note in plan.run.notes:
         console.print(f"Note: {note}.", style="yellow", highlight=False)
 
 
@@ -104,8 +102,8 @@ def choices_table(choices: Sequence[Choice]) -> Table:
     least = choices[0].noise_per_example
     for choice in choices:
         table.add_row(
-            f"{choice.setup.epochs:,}",
-            f"{choice.setup.batch_size:,}",
+            f"{choice.run.epochs:,}",
+            f"{choice.run.batch_size:,}",
             words.label(choice.mechanism),
             choice.mechanism.sampling,
             f"~{at_least(choice.mechanism.noise_multiplier, 4)}",
@@ -132,7 +130,7 @@ def families_table() -> Table:
     """Every mechanism that Quell knows, with its parameters."""
     table = Table("mechanism", "parameters", "what it does")
     for family in FAMILIES.values():
-        table.add_row(known_as(family), ", ".join(family.takes), family.summary)
+        table.add_row(family.title, ", ".join(family.takes), family.summary)
     return table
 
 

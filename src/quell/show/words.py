@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quell.errors import at_least
-from quell.strategy import FAMILIES
-from quell.strategy.family import DIVERGENCE, HORIZON, known_as
+from quell.strategy import INDEPENDENT
+from quell.strategy.family import DIVERGENCE, HORIZON
 
 if TYPE_CHECKING:
-    from quell.mechanism import Mechanism, Problem
-    from quell.planning import Plan
+    from quell.planning import Mechanism, Plan
+    from quell.planning.questions import Answers, Choice
     from quell.privacy import Estimate, Guarantee
-    from quell.questions import Answers, Choice
-    from quell.setup import Setup
+    from quell.run import Run
 
 ERRORS = {"training": "predicted training error", "rmse": "RMSE", "maxse": "MaxSE"}
 _COLUMN_OF = {"training": "train", "rmse": "RMSE", "maxse": "MaxSE"}
@@ -39,7 +38,6 @@ _COLUMNS = {
     "mem": "mem: model-sized vectors kept.",
     "draws": "draws: noise vectors made per step.",
 }
-_FIXED = "cyclic"
 _NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
 _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -85,7 +83,7 @@ def label(mechanism: Mechanism) -> str:
         for name, value in shown.items()
     ]
     star = "*" if parameters.get("column_normalise") else ""
-    name = known_as(FAMILIES["identity"]) if mechanism.name == "identity" else mechanism.name
+    name = INDEPENDENT.title if mechanism.family is INDEPENDENT else mechanism.name
     return " ".join([f"{name}{star}", *settings])
 
 
@@ -101,7 +99,7 @@ def legend(
         shown.append("*: columns of C scaled to norm 1.")
     if objective is not None:
         shown.append(f"The plan minimises {_COLUMN_OF[objective]}.")
-    families = [FAMILIES[name] for name in dict.fromkeys(each.name for each in mechanisms) if name != "identity"]
+    families = [each for each in dict.fromkeys(m.family for m in mechanisms) if each is not INDEPENDENT]
     named = [f"{family.name} is {family.paper}" for family in families if family.paper]
     return " ".join([*shown, *([f"In papers {', '.join(named)}."] if named else [])])
 
@@ -134,14 +132,14 @@ def estimated(estimate: Estimate) -> str:
     return f"Estimated, not certified: {level(estimate.epsilon, estimate.delta)} under {estimate.sampling} sampling."
 
 
-def details(problem: Problem, mechanism: Mechanism) -> list[str]:
+def details(run: Run, mechanism: Mechanism) -> list[str]:
     """What lies behind one row: sensitivity, promise, and how an optimised strategy was found."""
-    guarantee, how, pattern = mechanism.guarantee, mechanism.strategy.convergence, problem.cycle.participation
+    guarantee, how, pattern = mechanism.guarantee, mechanism.strategy.convergence, run.participation
     moved = guarantee.sensitivity
     lines = [
-        f"Sensitivity: {moved.value:.6g} ({moved.kind}; {moved.method}), if one {problem.unit} is used at most "
+        f"Sensitivity: {moved.value:.6g} ({moved.kind}; {moved.method}), if one {run.promise.unit} is used at most "
         f"{counted(pattern.count, 'time')}, at least {counted(pattern.separation, 'step')} apart.",
-        f"Promise: {promise(guarantee, problem.unit)}. {proof(guarantee)}",
+        f"Promise: {promise(guarantee, run.promise.unit)}. {proof(guarantee)}",
     ]
     if how is not None:
         lines.append(
@@ -154,18 +152,20 @@ def details(problem: Problem, mechanism: Mechanism) -> list[str]:
 # Plans
 
 
-def run(setup: Setup) -> str:
+def describe_run(run: Run) -> str:
     """The run and its target in one line."""
-    pattern, unit = setup.cycle.participation, "user" if setup.user_level else "example"
+    pattern, data = run.participation, ""
+    if run.examples is not None:
+        data = f"{counted(run.examples, 'example')}, batches of {run.batch_size:,}, "
     uses = (
         f" Each user takes part at most {counted(pattern.count, 'time')}, at least "
         f"{counted(pattern.separation, 'step')} apart."
-        if setup.user_level
+        if run.user_level
         else ""
     )
     return (
-        f"{counted(setup.examples, 'example')}, batches of {setup.batch_size:,}, {counted(setup.epochs, 'epoch')}: "
-        f"{counted(setup.steps, 'step')}.{uses} Target: {level(setup.epsilon, setup.delta)} per {unit}."
+        f"{data}{counted(run.epochs, 'epoch')}: {counted(run.steps, 'step')}.{uses} "
+        f"Target: {level(run.epsilon, run.delta)} per {run.promise.unit}."
     )
 
 
@@ -173,16 +173,16 @@ def recommendation(plan: Plan, answers: Answers) -> str:
     """What to use and what it buys."""
     chosen = plan.mechanism
     use = f"{chosen.sampling} sampling and noise multiplier {at_least(chosen.noise_multiplier, 4)}"
-    if chosen.name == "identity":
+    if chosen.family is INDEPENDENT:
         why = (
-            ""
-            if chosen.sampling == _FIXED
-            else " At this privacy budget and number of steps, random batches help independent noise more than "
+            " At this privacy budget and number of steps, random batches help independent noise more than "
             "correlated noise."
+            if chosen.scheme.amplifies
+            else ""
         )
         return f"Use DP-SGD with {use}. Nothing within your limits does better here.{why}"
     memory = f"{copies(chosen.buffers)}{' of memory' if chosen.buffers else ''}"
-    gain, target = answers.dpsgd.rmse / chosen.rmse, level(plan.setup.epsilon, plan.setup.delta)
+    gain, target = answers.dpsgd.rmse / chosen.rmse, level(plan.run.epsilon, plan.run.delta)
     equal = f"{answers.equivalent_epsilon:.3g}" if answers.equivalent_epsilon < 1000 else "1000 or more"
     bought = (
         f"At the same {target} its noise leaves {gain:.3g} times less error (RMSE) in the model than DP-SGD's. DP-SGD "
@@ -195,9 +195,9 @@ def recommendation(plan: Plan, answers: Answers) -> str:
 
 def explanation(plan: Plan, answers: Answers) -> list[str]:
     """The recommendation, the other choice, what would change the answer, the bound, and the promise."""
-    chosen, objective = plan.mechanism, plan.setup.objective
+    chosen, objective = plan.mechanism, plan.run.objective
     lines = [recommendation(plan, answers)]
-    affordable = [mechanism for mechanism in plan.alternatives if plan.setup.fits(mechanism)]
+    affordable = [mechanism for mechanism in plan.alternatives if plan.run.limits.fits(mechanism)]
     other = min(affordable, key=lambda mechanism: mechanism.rmse)
     if objective == "training" and other is not chosen and other.rmse < 0.99 * chosen.rmse:
         worse = " but usually trains worse" if other.buffers > 0 or other.draws > 1 else ""
@@ -230,8 +230,8 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
         f"The best possible RMSE without random batches is {answers.lower_bound:.4g}; this plan is "
         f"{abs(ratio - 1):.0%} {'above' if ratio >= 1 else 'below'} it."
     )
-    lines.append(f"Promise: {promise(chosen.guarantee, plan.problem.unit)}. {proof(chosen.guarantee)}")
-    if chosen.sampling != _FIXED:
+    lines.append(f"Promise: {promise(chosen.guarantee, plan.run.promise.unit)}. {proof(chosen.guarantee)}")
+    if chosen.scheme.amplifies:
         lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
     return lines
 
@@ -239,7 +239,7 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
 def best_choice(choice: Choice) -> str:
     """The end of a comparison of ways to spend a fixed number of steps."""
     return (
-        f"Of these, {counted(choice.setup.epochs, 'epoch')} with batches of {choice.setup.batch_size:,} leave the "
+        f"Of these, {counted(choice.run.epochs, 'epoch')} with batches of {choice.run.batch_size:,} leave the "
         "least error per example seen (estimated: plan that run to certify it)."
     )
 
@@ -247,8 +247,8 @@ def best_choice(choice: Choice) -> str:
 # Training (`quell train`)
 
 
-def training(setup: Setup) -> str:
-    return f"{run(setup)} Momentum {setup.momentum:g}. The target holds for each private row by itself."
+def training(run: Run) -> str:
+    return f"{describe_run(run)} Momentum {run.optimizer.momentum:g}. The target holds for each private row by itself."
 
 
 def verdict(planned: Sequence[float], dpsgd: Sequence[float]) -> str:

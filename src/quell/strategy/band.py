@@ -14,9 +14,9 @@ import numpy as np
 from quell._types import Array
 from quell.algebra.descent import Convergence
 from quell.errors import QuellError
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy.band_toeplitz import band_toeplitz, checked_bands
-from quell.strategy.family import Candidates, Family, Limits
+from quell.strategy.family import Candidates, Family, Space, no_lines
 from quell.strategy.optimised import Solution, Watch, solve
 from quell.strategy.structure import BandedStrategy
 from quell.workload import Workload, normalised
@@ -78,14 +78,14 @@ def dense(workload: Workload, participation: Participation, solution: Array | No
     return solve("dense", workload, participation, {}, search, solution, (n, n), made)
 
 
-def _planned_bands(limits: Limits) -> Candidates:
-    most = _MOST_PLANNED / limits.participation.steps
-    return [options for options in limits.strategy_bands() if options["bands"] <= most]  # type: ignore[operator]
+def _planned_bands(space: Space) -> Candidates:
+    most = _MOST_PLANNED / space.participation.steps
+    return [options for options in space.strategy_bands() if options["bands"] <= most]  # type: ignore[operator]
 
 
-def _planned_dense(limits: Limits) -> Candidates:
-    n = limits.participation.steps
-    return [{}] if limits.participation.count == 1 and n <= min(limits.buffers + 1, 400) else []
+def _planned_dense(space: Space) -> Candidates:
+    n = space.participation.steps
+    return [{}] if space.participation.count == 1 and n <= min(space.buffers + 1, 400) else []
 
 
 BAND = Family(
@@ -93,9 +93,15 @@ BAND = Family(
     "optimal C with `bands` diagonals, not Toeplitz, needs bands - 1 buffers (arXiv:2405.15913)",
     band,
     _planned_bands,
+    lines=no_lines,  # its Gram matrix takes seconds
     required=("bands",),
+    rough_version="band_toeplitz",  # it takes seconds to gain a third of a percent
     paper="BandMF",
 )
 DENSE = Family(
-    "dense", "optimal lower-triangular C for a single epoch, as many buffers as steps", dense, _planned_dense
+    "dense",
+    "optimal lower-triangular C for a single epoch, as many buffers as steps",
+    dense,
+    _planned_dense,
+    lines=no_lines,
 )

@@ -3,7 +3,7 @@
 The search minimises error × the norm of the leftmost columns of |C|, starting from BISR. The paper takes C itself,
 which is the same while C is non-negative; but with as many bands as the separation its optimum turns negative, columns
 cancel, and the norm understates the sensitivity (the printed 7.87 for p = b is such a number). The strategy is priced
-by `quell.sensitivity`, which trusts neither form.
+by `quell.analysis.sensitivity`, which trusts neither form.
 
 With a `divergence` the norm gives way to the energy under amplification (`quell.algebra.overlaps`), for a strategy that
 is to be amplified by balls-in-bins sampling.
@@ -11,12 +11,13 @@ is to be amplified by balls-in-bins sampling.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from quell._types import Array
 from quell.algebra.descent import Convergence
-from quell.sampling import Participation
-from quell.strategy.family import DIVERGENCE, HORIZON, Candidates, Family, Limits
+from quell.participation import Participation
+from quell.strategy.family import DIVERGENCE, HORIZON, Candidates, Family, Line, Space, shaped
 from quell.strategy.fractional import best_lambda
 from quell.strategy.optimised import Solution, Watch, amplified, decoder, solve
 from quell.strategy.square_root import roots
@@ -60,9 +61,14 @@ def band_inv(
     return solve("band_inv", workload, participation, parameters, search, solution, (bands,), made)
 
 
-def _planned(limits: Limits) -> Candidates:
+def _planned(space: Space) -> Candidates:
     """In very long runs only few bands can be found in seconds."""
-    return [each for each in limits.noising_bands() if int(each["bands"]) * limits.participation.steps <= _MOST_PLANNED]
+    return [each for each in space.noising_bands() if int(each["bands"]) * space.participation.steps <= _MOST_PLANNED]
+
+
+def _first(family: Family, space: Space) -> Iterator[Line]:
+    most = max((int(each["bands"]) for each in _planned(space)), default=0)
+    return shaped(family, space, {"bands": most}) if most > 1 else iter(())
 
 
 BAND_INV = Family(
@@ -70,6 +76,8 @@ BAND_INV = Family(
     "optimal C^-1 with `bands` diagonals, needs no buffers (arXiv:2505.12128)",
     band_inv,
     _planned,
+    first=_first,
+    instant_steps=10_000,
     paper="BandInvMF",
     required=("bands",),
     optional={"objective": "rmse", HORIZON: None, DIVERGENCE: None},

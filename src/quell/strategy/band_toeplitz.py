@@ -11,15 +11,19 @@ to be amplified by balls-in-bins sampling.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quell._types import Array
 from quell.algebra.descent import Convergence
 from quell.errors import QuellError
-from quell.sampling import Participation
-from quell.strategy.family import DIVERGENCE, HORIZON, Family, Limits
+from quell.participation import Participation
+from quell.strategy.family import DIVERGENCE, HORIZON, Family, Line, Space, shaped
 from quell.strategy.optimised import Solution, Watch, amplified, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
+
+_FEWEST_SHAPED = 16  # bands: with fewer there is little to shape
 
 
 def band_toeplitz(
@@ -61,11 +65,18 @@ def checked_bands(bands: int, participation: Participation) -> int:
     return bands
 
 
+def _first(family: Family, space: Space) -> Iterator[Line]:
+    most = max((int(each["bands"]) for each in space.strategy_bands()), default=0)
+    return shaped(family, space, {"bands": most}) if most >= _FEWEST_SHAPED else iter(())
+
+
 BAND_TOEPLITZ = Family(
     "band_toeplitz",
     "optimal Toeplitz C with `bands` diagonals, needs bands - 1 buffers (arXiv:2405.15913)",
     band_toeplitz,
-    Limits.strategy_bands,
+    Space.strategy_bands,
+    first=_first,
+    sturdy=True,
     paper="Toeplitz BandMF",
     required=("bands",),
     optional={"objective": "rmse", HORIZON: None, DIVERGENCE: None},

@@ -7,6 +7,7 @@ prefix sums. Without `buffers` the smallest number is taken that one more would 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, cast
 
 import numpy as np
@@ -14,13 +15,14 @@ import numpy as np
 from quell._types import Array
 from quell.algebra.descent import Convergence
 from quell.errors import QuellError
-from quell.sampling import Participation
-from quell.strategy.family import HORIZON, Candidates, Family, Limits
+from quell.participation import Participation
+from quell.strategy.family import HORIZON, Candidates, Family, Line, Space, shaped
 from quell.strategy.optimised import Solution, Watch, solve
 from quell.strategy.recurrence import Exponentials
 from quell.strategy.structure import ToeplitzStrategy
 from quell.workload import Workload
 
+_MOST_SHAPED = 2  # buffers that sums which fade can use
 _MOST_BUFFERS, _MOST_PLANNED = 10, 3  # beyond three a planner's seconds buy a percent
 
 
@@ -79,8 +81,13 @@ def blt(
     return solve("blt", workload, participation, parameters, search, solution, shape, made)
 
 
-def _buffers(limits: Limits) -> Candidates:
-    return [{"buffers": d} for d in range(1, 1 + int(min(limits.buffers, _MOST_PLANNED)))]
+def _buffers(space: Space) -> Candidates:
+    return [{"buffers": d} for d in range(1, 1 + int(min(space.buffers, _MOST_PLANNED)))]
+
+
+def _first(family: Family, space: Space) -> Iterator[Line]:
+    most = int(min(space.buffers, _MOST_SHAPED))
+    return shaped(family, space, {"buffers": most}) if most else iter(())
 
 
 BLT = Family(
@@ -88,5 +95,7 @@ BLT = Family(
     "buffered linear Toeplitz: C and C^-1 sums of `buffers` exponentials (arXiv:2504.21413)",
     blt,
     _buffers,
+    first=_first,
+    sturdy=True,
     optional={"buffers": None, "objective": "rmse", HORIZON: None},
 )

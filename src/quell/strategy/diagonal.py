@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from quell.errors import QuellError
-from quell.sampling import Participation
-from quell.strategy.family import Family
+from quell.participation import Participation
+from quell.strategy.family import Family, no_lines
 from quell.strategy.structure import ToeplitzStrategy
 from quell.workload import Workload
 
@@ -28,5 +28,6 @@ DIAGONAL = Family(
     "diagonal",
     "independent noise that grows towards the end: the optimal diagonal for full batches",
     diagonal,
+    lines=no_lines,
     constant_rate_only=True,
 )

@@ -8,18 +8,19 @@ counters: no buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
 from quell.algebra import series
-from quell.sampling import Participation
-from quell.strategy.family import Candidates, Family, Limits
+from quell.participation import Participation
+from quell.strategy.family import Candidates, Family, Line, Space
 from quell.strategy.optimised import decoder
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload
 
+_POINTS = 20  # values on a continuous line
 _DAMPING = 3.0  # the middle of the paper's 2 to 4
 
 
@@ -115,8 +116,26 @@ def _geometric(ratio: float, terms: int) -> float:
     return math.expm1(terms * math.log(ratio)) / (ratio - 1.0)
 
 
-def _regenerated(limits: Limits) -> Candidates:
-    return [{}] if limits.draws >= 2 and limits.participation.steps >= 2 else []
+def _regenerated(space: Space) -> Candidates:
+    return [{}] if space.draws >= 2 and space.participation.steps >= 2 else []
+
+
+def _memories(_: Family, space: Space) -> Iterator[Line]:
+    """λ by its memory 1/(1−λ), on a logarithmic scale up to that of the least RMSE without amplification."""
+    if space.correlates and space.draws > 1:
+        longest = math.log(1.0 / (1.0 - min(best_lambda(space.workload, space.participation), 1 - 1e-12)))
+        yield [{"lambda": -math.expm1(-float(each))} for each in np.linspace(0.0, longest, _POINTS + 1)[1:]]
+
+
+def _most_bands(space: Space) -> Candidates:
+    """The best powers take time to find, and more draws are always better."""
+    return space.noising_bands()[-1:]
+
+
+def _powers(_: Family, space: Space) -> Iterator[Line]:
+    if space.correlates and space.draws > 1:
+        powers = np.linspace(0.0, 1.0, _POINTS + 1)[1:]
+        yield [{"bands": space.draws, "gamma": float(power)} for power in powers]
 
 
 LAMBDA_CGD = Family(
@@ -124,6 +143,9 @@ LAMBDA_CGD = Family(
     "cancels the share lambda of the previous step's noise, needs no buffers (arXiv:2601.22334)",
     lambda_cgd,
     _regenerated,
+    _memories,
+    sturdy=True,
+    instant_steps=math.inf,
     paper="DP-λCGD",
     optional={"lambda": None, "objective": "rmse"},
     objectives=("rmse", "maxse", "training"),
@@ -133,7 +155,10 @@ FRACTIONAL = Family(
     "fractional",
     "first `bands` terms of (1 - lambda x)^gamma as C^-1: between identity, lambda_cgd and bisr",
     fractional,
-    Limits.noising_bands,
+    _most_bands,
+    _powers,
+    sturdy=True,
+    instant_steps=10_000,
     required=("bands",),
     optional={"gamma": None, "lambda": 1.0, "objective": "rmse"},
     normalisable=True,

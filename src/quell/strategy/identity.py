@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy.family import Family
 from quell.strategy.structure import ToeplitzStrategy
 from quell.workload import Workload
@@ -15,4 +17,11 @@ def identity(workload: Workload, _: Participation) -> ToeplitzStrategy:
     return ToeplitzStrategy("identity", workload.steps, np.ones(1), np.ones(1))
 
 
-IDENTITY = Family("identity", "independent noise at every step", identity, paper="DP-SGD")
+IDENTITY = Family(
+    "identity",
+    "independent noise at every step",
+    identity,
+    sturdy=True,
+    instant_steps=math.inf,
+    paper="DP-SGD",
+)

@@ -14,8 +14,8 @@ from quell import cache
 from quell._types import Array
 from quell.algebra.descent import Convergence
 from quell.errors import QuellError
+from quell.participation import Participation
 from quell.progress import announce
-from quell.sampling import Participation
 from quell.strategy.structure import BandedStrategy, ToeplitzStrategy
 from quell.workload import Workload
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from quell._types import Array
 from quell.errors import QuellError, require_count, require_finite, short
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
-from quell.strategy.family import DIVERGENCE, HORIZON, LEAST_DIVERGENCE, MOST_DIVERGENCE, Family
+from quell.strategy.family import DIVERGENCE, HORIZON, LEAST_DIVERGENCE, MOST_DIVERGENCE, NORMALISE, Family
 from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy
 from quell.workload import Workload, forgetting, sgd
 
@@ -33,6 +33,8 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
+INDEPENDENT = identity.IDENTITY  # the noise of DP-SGD, which everything is compared with
+
 
 def build(
     name: str,
@@ -54,7 +56,7 @@ def build(
     family = find(name)
     if participation.steps != workload.steps:
         raise QuellError(f"the workload has {workload.steps:,} steps but the participation {participation.steps:,}")
-    normalise = bool(parameters.pop("column_normalise", family.normalised))
+    normalise = bool(parameters.pop(NORMALISE, family.normalised))
     if normalise and not family.normalisable:
         raise QuellError(f"{family.name} cannot be column-normalised: leave that option out")
     if unknown := sorted(set(parameters) - set(family.required) - set(family.optional)):
@@ -77,7 +79,7 @@ def build(
     if not family.normalisable or not isinstance(strategy, ToeplitzStrategy):
         return strategy
     strategy = strategy.column_normalised() if normalise else strategy
-    return replace(strategy, parameters={**strategy.parameters, "column_normalise": normalise})
+    return replace(strategy, parameters={**strategy.parameters, NORMALISE: normalise})
 
 
 def find(name: str) -> Family:

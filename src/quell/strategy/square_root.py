@@ -10,10 +10,12 @@ error and nothing else.
 
 from __future__ import annotations
 
+import math
+
 from quell._types import Array
 from quell.algebra import series
-from quell.sampling import Participation
-from quell.strategy.family import Candidates, Family, Limits
+from quell.participation import Participation
+from quell.strategy.family import Candidates, Family, Space
 from quell.strategy.structure import ToeplitzStrategy
 from quell.workload import Workload
 
@@ -45,8 +47,8 @@ def roots(workload: Workload, n: int) -> tuple[Array, Array]:
     return series.power(workload.coefficients, 0.5, n), series.power(workload.coefficients, -0.5, n)
 
 
-def _every_step(limits: Limits) -> Candidates:
-    return [{}] if limits.participation.steps - 1 <= limits.buffers else []
+def _every_step(space: Space) -> Candidates:
+    return [{}] if space.participation.steps - 1 <= space.buffers else []
 
 
 SQUARE_ROOT = Family(
@@ -60,7 +62,7 @@ BSR = Family(
     "bsr",
     "banded square root: C has `bands` diagonals, needs bands - 1 buffers (arXiv:2405.13763)",
     bsr,
-    Limits.strategy_bands,
+    Space.strategy_bands,
     required=("bands",),
     normalisable=True,
 )
@@ -68,7 +70,8 @@ BISR = Family(
     "bisr",
     "banded inverse square root: C^-1 has `bands` diagonals, needs no buffers (arXiv:2505.12128)",
     bisr,
-    Limits.noising_bands,
+    Space.noising_bands,
+    instant_steps=math.inf,
     required=("bands",),
     normalisable=True,
 )

@@ -108,7 +108,7 @@ class ToeplitzStrategy:
             return min(len(own), self.steps)
         return 1 if inverse is not None and len(inverse) == 1 else self.steps
 
-    @property
+    @cached_property
     def recurrence(self) -> Recurrence:
         """Remade from counters where C⁻¹ has no more diagonals than C, from a ring of buffers otherwise."""
         row_scale = None if self.column_scale is None else 1.0 / self.column_scale
@@ -191,7 +191,7 @@ class BandedStrategy:
     def solution(self) -> Array:
         return self.row_bands
 
-    @property
+    @cached_property
     def recurrence(self) -> Ring:
         return Ring(self.row_bands)
 
@@ -242,6 +242,11 @@ class TreeStrategy:
         return self.steps.bit_length()
 
     @property
+    def bands(self) -> int:
+        """As many as there are steps: the last node of a tree can sum all of them."""
+        return self.steps
+
+    @cached_property
     def recurrence(self) -> Fenwick:
         return Fenwick(self.steps)
 

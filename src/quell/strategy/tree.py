@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quell.sampling import Participation
-from quell.strategy.family import Candidates, Family, Limits
+from quell.participation import Participation
+from quell.strategy.family import Candidates, Family, Space, no_lines
 from quell.strategy.structure import TreeStrategy
 from quell.workload import Workload
 
@@ -15,9 +15,15 @@ def tree(workload: Workload, _: Participation) -> TreeStrategy:
     return TreeStrategy(workload.steps)
 
 
-def _affordable(limits: Limits) -> Candidates:
-    steps = limits.participation.steps
-    return [{}] if steps.bit_length() <= limits.buffers and steps <= _MOST_PLANNED else []
+def _affordable(space: Space) -> Candidates:
+    steps = space.participation.steps
+    return [{}] if steps.bit_length() <= space.buffers and steps <= _MOST_PLANNED else []
 
 
-TREE = Family("tree", "binary-tree aggregation, the historical baseline: log2(steps) buffers", tree, _affordable)
+TREE = Family(
+    "tree",
+    "binary-tree aggregation, the historical baseline: log2(steps) buffers",
+    tree,
+    _affordable,
+    lines=no_lines,
+)

@@ -27,8 +27,7 @@ from quell.torch.sharding import is_sharded
 from quell.torch.start import NoiseOptions, started_run
 
 if TYPE_CHECKING:
-    from quell.mechanism import Mechanism
-    from quell.planning import Plan
+    from quell.planning import Mechanism, Plan
 
 
 def attach(

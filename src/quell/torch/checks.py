@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from quell.errors import QuellError
-from quell.mechanism import Mechanism
-from quell.planning import Plan
+from quell.planning import Mechanism, Plan
 
 
 class PlanMismatchWarning(UserWarning):
@@ -137,17 +136,17 @@ def in_a_sentence(what: str, advice: str) -> Iterator[None]:
 
 
 def refuse_other_data(plan: Plan, examples: int) -> None:
-    if examples != plan.setup.examples:
+    if examples != plan.run.examples:
         raise QuellError(
-            f"the data set has {examples:,} examples, but the plan is for {plan.setup.examples:,}: make a plan with "
+            f"the data set has {examples:,} examples, but the plan is for {plan.run.examples:,}: make a plan with "
             f"examples={examples}"
         )
 
 
 def refuse_user_level(plan: object) -> None:
     """A plan per user promises nothing when batches are drawn, and gradients clipped, example by example."""
-    setup = getattr(plan, "setup", None)
-    if setup is not None and setup.user_level:
+    run = getattr(plan, "run", None)
+    if run is not None and run.user_level:
         raise QuellError(
             "the plan's promise is per user, but batches are drawn and gradients clipped per example here: make a plan "
             "without separation and participations; or, where your own code clips per user and keeps users' steps as "
@@ -162,17 +161,17 @@ def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
 
 
 def optimizer_mismatches(plan: Plan, optimizer: Optimizer) -> list[str]:
-    setup = plan.setup
+    planned = plan.run.optimizer
     if not isinstance(optimizer, SGD):
-        if setup.adaptive:
+        if planned.adaptive:
             return []
         return [
             f"the plan's noise is shaped for SGD, and {type(optimizer).__name__} is not: privacy holds, but plan with "
-            "adaptive=True, and compare with DP-SGD: mechanism=plan.problem.price('identity')"
+            "adaptive=True, and compare with DP-SGD: mechanism=plan.price('identity')"
         ]
     found = []
     for group in optimizer.param_groups:
-        found += _group_mismatches(setup.momentum, setup.weight_decay, group)
+        found += _group_mismatches(planned.momentum, planned.weight_decay, group)
     return list(dict.fromkeys(found))
 
 
@@ -194,7 +193,7 @@ def _group_mismatches(momentum: float, weight_decay: float, group: dict[str, Any
 
 def schedule_mismatch(plan: Plan, step: int, first_rate: float, rate: float) -> str | None:
     """Whether the learning rate has moved otherwise than planned since the first step."""
-    rates = plan.setup.workload.rates
+    rates = plan.run.workload.rates
     planned = 1.0 if rates is None else float(rates[step] / rates[0])
     real = rate / first_rate if first_rate else 1.0
     if abs(real - planned) <= 0.01 * planned:

@@ -112,7 +112,7 @@ class PrivateTrainer(Trainer):
             "make_private, which supports DDP and FSDP2": several,
             "physical_batch_size and fixed_shape split batches of random size into more or fewer parts; Trainer has "
             "to know how many: leave them out, plan with sampling='cyclic', or write your own loop with make_private": (
-                self.plan.mechanism.guarantee.sampling != "cyclic"
+                self.plan.mechanism.scheme.amplifies
                 and bool(self._private.get("physical_batch_size") or self._private.get("fixed_shape"))
             ),
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} must be 1: batches are the plan's; for "

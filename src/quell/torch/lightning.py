@@ -102,7 +102,7 @@ class LaterLoader:
     """The plan's loader, once there is one."""
 
     def __init__(self, plan: Plan) -> None:
-        self._length = plan.setup.steps_per_epoch
+        self._length = plan.run.steps_per_epoch
         self.planned: PlannedLoader | None = None
 
     def __len__(self) -> int:

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from quell.errors import QuellError, require_count
-from quell.sampling import Cyclic
 from quell.torch.run import Portion, Run
 
 _KEPT = (
@@ -145,7 +144,7 @@ class PlannedSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Items per epoch; with a physical batch size, about so many."""
-        return self.run.plan.setup.steps_per_epoch * self._portions(round(self.run.expected_batch_size))
+        return self.run.plan.run.steps_per_epoch * self._portions(round(self.run.expected_batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
         self.run.restart_step()
@@ -180,7 +179,7 @@ def _usual_size(run: Run) -> int:
     least time: rows of zeros on one side, second parts on the other.
     """
     mean = run.expected_batch_size / run.world
-    spread = 0.0 if isinstance(run.batches.scheme, Cyclic) else 2 * math.sqrt(mean)
+    spread = 0.0 if run.batches.scheme.equal_sizes else 2 * math.sqrt(mean)
     return max(1, math.ceil(mean + spread))
 
 

@@ -19,14 +19,13 @@ from torch import Tensor
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, NoiseSpec, NoiseStream
 from quell.noise.stream import Agreement
-from quell.sampling import Batches
+from quell.schemes import Batches
 from quell.torch.checks import refuse_user_level
 from quell.torch.clipping import require_clip_norm
 from quell.torch.sharding import local, shard_of
 
 if TYPE_CHECKING:
-    from quell.mechanism import Mechanism
-    from quell.planning import Plan
+    from quell.planning import Mechanism, Plan
 
 Tensors = Mapping[str, Tensor] | Iterable[Tensor]
 
@@ -108,8 +107,8 @@ class CorrelatedNoise:
         plan, chosen = self._source
         if not hasattr(plan, "mechanisms"):
             raise QuellError("batches are the plan's: make the noise from a Plan, not from a mechanism or a NoiseSpec")
-        if examples != plan.setup.examples:
-            raise QuellError(f"the data has {examples:,} examples, but the plan is for {plan.setup.examples:,}")
+        if examples != plan.run.examples:
+            raise QuellError(f"the data has {examples:,} examples, but the plan is for {plan.run.examples:,}")
         return Batches(scheme_of(plan, chosen), examples, self.key.derive("quell batches"))
 
     @property
@@ -186,13 +185,13 @@ def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
         if offered and mechanism.strategy.steps != plan.steps:
             raise QuellError(
                 f"the mechanism was made for {mechanism.strategy.steps:,} steps and the plan has {plan.steps:,}: "
-                "price it with plan.problem.price(...)"
+                "price it with plan.price(...)"
             )
         promised = _certified(mechanism).guarantee
-        if offered and (promised.epsilon > plan.setup.epsilon * (1 + 1e-9) or promised.delta > plan.setup.delta):
+        if offered and (promised.epsilon > plan.run.epsilon * (1 + 1e-9) or promised.delta > plan.run.delta):
             raise QuellError(
                 f"the mechanism promises ({promised.epsilon:g}, {promised.delta:g})-DP, less than the plan's "
-                f"({plan.setup.epsilon:g}, {plan.setup.delta:g}): price it with plan.problem.price(...)"
+                f"({plan.run.epsilon:g}, {plan.run.delta:g}): price it with plan.price(...)"
             )
         return mechanism
     for row in offered:
@@ -201,7 +200,7 @@ def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
     names = ", ".join(dict.fromkeys(row.name for row in offered)) or "none"
     raise QuellError(
         f"the plan has certified no mechanism {mechanism!r}, only {names}: pass one that you price for it, such as "
-        "mechanism=plan.problem.price('bisr', bands=4)"
+        "mechanism=plan.price('bisr', bands=4)"
     )
 
 

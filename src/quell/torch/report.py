@@ -13,7 +13,6 @@ import torch
 import quell
 from quell import privacy
 from quell.privacy import Guarantee
-from quell.sampling import Cyclic
 from quell.show import statement
 from quell.strategy.structure import ToeplitzStrategy, describe
 from quell.torch.run import Run
@@ -93,9 +92,9 @@ def _spent(run: Run) -> tuple[float, str]:
     strategy, t = run.mechanism.strategy, run.released
     if t == 0:
         return 0.0, "nothing was released"
-    if t < run.noise.steps and isinstance(run.batches.scheme, Cyclic) and isinstance(strategy, ToeplitzStrategy):
-        separation = min(run.batches.scheme.separation, t)
-        prefix = privacy.epsilon(leading_block(strategy, t), Cyclic(t, separation), whole.noise_multiplier, whole.delta)
+    shorter = run.batches.scheme.of_first(t) if t < run.noise.steps else None
+    if shorter is not None and isinstance(strategy, ToeplitzStrategy):
+        prefix = privacy.epsilon(leading_block(strategy, t), shorter, whole.noise_multiplier, whole.delta)
         if prefix.epsilon < whole.epsilon:
             return prefix.epsilon, "certified for these steps" if t == run.step else f"of the {t:,} steps released"
     return whole.epsilon, "the whole run's, an upper bound" if t < run.noise.steps else "the whole run's"

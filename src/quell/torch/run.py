@@ -8,20 +8,19 @@ noise is added lies in one place, `Run.unfinished`, and is dropped as a whole: h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from quell.errors import QuellError
 from quell.privacy import certify
-from quell.sampling import Batches, Cyclic, Scheme
+from quell.schemes import Batches, Scheme
 from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
 
 if TYPE_CHECKING:
-    from quell.mechanism import Mechanism
-    from quell.planning import Plan
+    from quell.planning import Mechanism, Plan
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Run:
     @property
     def epoch_end(self) -> int:
         """The first step after the epoch that the due step is in."""
-        length = self.plan.setup.steps_per_epoch
+        length = self.plan.run.steps_per_epoch
         return min((self.step // length + 1) * length, self.noise.steps)
 
     def require_steps_left(self) -> None:
@@ -229,13 +228,9 @@ _SMALLER_PARTS = (
 
 
 def scheme_of(plan: Plan, mechanism: Mechanism) -> Scheme:
-    """The sampling scheme that the mechanism's guarantee is about; refused where it does not hold under the plan's.
-
-    Fixed batches are cut from a random order, drawn once: privacy is the same, and data that is sorted by label would
-    otherwise make batches of one label.
-    """
+    """The sampling scheme that the mechanism's guarantee is about; refused where it does not hold under the plan's."""
     promised = mechanism.guarantee
-    scheme = plan.problem.scheme_of(mechanism.strategy, promised.sampling)
+    scheme = plan.prices.scheme_of(mechanism)
     if all(mechanism is not row for row in plan.mechanisms):  # priced elsewhere, perhaps for fewer participations
         certify(mechanism.strategy, scheme, mechanism.noise_multiplier, promised.epsilon, promised.delta)
-    return replace(scheme, shuffle=True) if isinstance(scheme, Cyclic) else scheme
+    return scheme.for_training()

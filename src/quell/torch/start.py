@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from quell.errors import QuellError
 from quell.noise import Key, Ledger
-from quell.sampling import Batches
+from quell.schemes import Batches
 from quell.torch.checks import refuse_other_data, refuse_user_level, warn_about_optimizer, warn_about_sampler
 from quell.torch.distributed import agree, share_key, world
 from quell.torch.loader import dataset_of
@@ -21,8 +21,7 @@ from quell.torch.noise import CorrelatedNoise, require_one_source, select
 from quell.torch.run import Run, scheme_of
 
 if TYPE_CHECKING:
-    from quell.mechanism import Mechanism
-    from quell.planning import Plan
+    from quell.planning import Mechanism, Plan
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def started_run(
     chosen = select(plan, options.mechanism)
     scheme = scheme_of(plan, chosen)
     key, ledger = options.secrets(rank)
-    batches = Batches(scheme, plan.setup.examples, key.derive("quell batches"))
+    batches = Batches(scheme, plan.run.examples or 0, key.derive("quell batches"))
     noise = CorrelatedNoise(
         chosen,
         params,

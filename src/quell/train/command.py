@@ -12,8 +12,8 @@ from threadpoolctl import threadpool_limits
 
 from quell.errors import QuellError, require_count, require_finite
 from quell.planning import Plan, make_plan
-from quell.search import Progress
-from quell.setup import Setup
+from quell.planning.search import Progress
+from quell.run import Run
 from quell.show import plots
 from quell.torch.clipping import require_clip_norm
 from quell.train import data, models
@@ -48,17 +48,17 @@ def train(
     runs: int = 1,
     baselines: bool = True,
     seed: int | None = None,
-    **setup: Any,
+    **run: Any,
 ) -> dict[str, Any]:
     """Plan for the file's examples, train, write the files, and return what came out (`content.content_of`).
 
-    `setup` are the fields of `Setup` that the file does not decide.
+    `run` are the arguments of `Run.from_data` that the file does not decide.
     """
     _check(files, learning_rate, runs, seed)
     require_clip_norm(max_grad_norm)
     arrays = data.load(path, validate=learning_rate is None)
     models.build(model, arrays.shape, arrays.classes)  # refuses a model that does not fit, before the long part
-    plan = make_plan(Setup(examples=len(arrays.train), **setup), progress)
+    plan = make_plan(Run.from_data(examples=len(arrays.train), **run), progress)
     recipe = Recipe(plan, arrays, model, max_grad_norm, seed)
     arms = arms_of(plan) if baselines else [Arm("planned", plan.mechanism)]
     threads = torch.get_num_threads()

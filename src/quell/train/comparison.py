@@ -17,12 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from quell.mechanism import Mechanism
 from quell.noise import Key, SeededKeyWarning
-from quell.planning import Plan
-from quell.sampling import Cyclic
-from quell.search import Progress
-from quell.strategy import build as build_strategy
+from quell.planning import Mechanism, Plan
+from quell.planning.search import Progress
 from quell.torch import make_private
 from quell.torch.report import PrivacyReport
 from quell.train.data import Data, Part
@@ -96,8 +93,8 @@ def arms_of(plan: Plan) -> list[Arm]:
 
 def dpsgd(plan: Plan) -> Mechanism:
     """Independent noise for the same promise: with Poisson batches, unless only fixed ones are allowed."""
-    identity = build_strategy("identity", plan.problem.workload, plan.problem.cycle.participation)
-    return plan.problem.priced(identity, Cyclic.name if plan.setup.sampling == Cyclic.name else "poisson")
+    about = plan.prices.dpsgd
+    return plan.prices.certify(about.strategy, about.scheme, near=about.noise_multiplier)
 
 
 def compare(
@@ -109,7 +106,7 @@ def compare(
     finished: Callable[[Outcome], None],
 ) -> list[Outcome]:
     """Train every arm `runs` times at the given learning rate, or each at its best one of the grid."""
-    rates = [] if learning_rate is not None else [rate * (1 - recipe.plan.setup.momentum) for rate in GRID]
+    rates = [] if learning_rate is not None else [rate * (1 - recipe.plan.run.optimizer.momentum) for rate in GRID]
     total = len(arms) * (runs + SEARCH_RUNS * len(rates)) * recipe.plan.epochs
     done = 0
 
@@ -156,9 +153,9 @@ class _Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**62, (), generator=self._dice)))
             self.model = build(recipe.model, recipe.data.shape, recipe.data.classes)
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=plan.setup.momentum)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=plan.run.optimizer.momentum)
         self._tensors = torch.from_numpy(part.x), torch.from_numpy(part.y)
-        self._optimizer, self._loader, self._batches = optimizer, None, plan.setup.steps_per_epoch
+        self._optimizer, self._loader, self._batches = optimizer, None, plan.run.steps_per_epoch
         if arm.mechanism is not None:
             self.model, self._optimizer, self._loader = make_private(
                 self.model,

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quell.curves import error_curve
 from quell.errors import at_least
+from quell.planning.curves import error_curve
 from quell.show import tables, words
 from quell.show.page import write
 from quell.show.page.document import assemble
+from quell.strategy import INDEPENDENT
 from quell.train.comparison import Outcome, Recipe
 
 _KINDS = {"not private": "frontier", "DP-SGD": "dpsgd", "planned": "recommended"}  # of the page's style
@@ -21,10 +22,10 @@ def content_of(recipe: Recipe, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     finals = {outcome.arm.name: outcome.finals for outcome in outcomes}
     both = {"planned", "DP-SGD"} <= finals.keys()
     return {
-        "setup": words.training(recipe.plan.setup),
+        "setup": words.training(recipe.plan.run),
         "verdict": words.verdict(finals["planned"], finals["DP-SGD"]) if both else None,
         "notes": notes_of(recipe, outcomes),
-        "promise": words.promise(recipe.plan.mechanism.guarantee, recipe.plan.problem.unit),
+        "promise": words.promise(recipe.plan.mechanism.guarantee, recipe.plan.run.promise.unit),
         "arms": [_arm(recipe, outcome) for outcome in outcomes],
     }
 
@@ -52,11 +53,11 @@ def _arm(recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
     row |= {"sigma": "–", "rmse": "–", "noise": None}
     if mechanism is not None:
         row |= {
-            "mechanism": "independent noise" if mechanism.name == "identity" else words.label(mechanism),
+            "mechanism": "independent noise" if mechanism.family is INDEPENDENT else words.label(mechanism),
             "batches": mechanism.sampling,
             "sigma": at_least(mechanism.noise_multiplier, 4),
             "rmse": f"{mechanism.rmse:.4g}",
-            "noise": error_curve(mechanism, recipe.plan.problem.workload),
+            "noise": error_curve(mechanism, recipe.plan.run.workload),
         }
     return row | {
         "learning_rate": f"{outcome.learning_rate:.3g}",

@@ -13,10 +13,9 @@ from quell.show import words
 from quell.show.statement import privacy_statement
 
 if TYPE_CHECKING:
-    from quell.curves import Curves
-    from quell.mechanism import Mechanism
-    from quell.planning import Plan
-    from quell.questions import Answers
+    from quell.planning import Mechanism, Plan
+    from quell.planning.curves import Curves
+    from quell.planning.questions import Answers
 
 
 def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief: bool) -> dict[str, Any]:
@@ -24,7 +23,7 @@ def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief:
 
     Args:
         plan: The plan.
-        answers: What was asked about it (`quell.questions.answers`).
+        answers: What was asked about it (`quell.planning.questions.answers`).
         curves: The curves of every alternative and of `answers.dpsgd`, by the mechanism's `id`.
         brief: Only the recommendation, not the whole explanation.
     """
@@ -35,12 +34,12 @@ def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief:
         return {**_row(plan, mechanism, answers), **curves[id(mechanism)]}
 
     return {
-        "setup": words.run(plan.setup),
+        "setup": words.describe_run(plan.run),
         "recommendation": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
-        "legend": words.legend(shown, objective=plan.setup.objective),
-        "notes": [f"{note}." for note in plan.setup.notes],
+        "legend": words.legend(shown, objective=plan.run.objective),
+        "notes": [f"{note}." for note in plan.run.notes],
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan).items()],
-        "steps": plan.setup.steps,
+        "steps": plan.run.steps,
         "lower_bound": answers.lower_bound,
         "recommended": place[id(plan.mechanism)],
         "frontier": [place[id(mechanism)] for mechanism in answers.rmse_frontier],
@@ -65,10 +64,8 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
         "draws": mechanism.draws,
         "sampling": mechanism.sampling,
         "certified": mechanism.certified,
-        "fits": plan.setup.fits(mechanism),
-        "details": words.details(plan.problem, mechanism)
-        if mechanism.certified
-        else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
+        "fits": plan.run.limits.fits(mechanism),
+        "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
         "planned": {
             "sigma": float(at_least(mechanism.noise_multiplier, 5)),
             "epsilon": float(at_least(mechanism.claim.epsilon, 5)),

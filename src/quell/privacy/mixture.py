@@ -11,34 +11,33 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from quell.errors import QuellError
+from quell.analysis.sensitivity import Sensitivity
 from quell.privacy import importance, orthogonal
-from quell.privacy.accountant import round_up
+from quell.privacy.accountant import Accountant, round_up
 from quell.privacy.bin_pair import BinPair
-from quell.privacy.bins import Bins, bins_of
-from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
+from quell.privacy.bins import Binned, Bins, bins_of
+from quell.privacy.gaussian import gaussian_delta, gaussian_sigma
 from quell.privacy.guarantee import Certificate
 from quell.privacy.tilting import sampling_free
-from quell.sampling import BallsInBins
-from quell.sensitivity import Sensitivity
 from quell.strategy.structure import Strategy
 
 _FEW = 4  # different bin sizes up to which independent noise is convolved exactly
 _ROUGH, _CAREFUL, _WIDE = 384, 1536, 1 << 22  # pilot draws per proposal, and the most numbers they may take
+_RANKING, _RANKING_WIDE, _RANKING_ERROR = 96, 1 << 19, 0.1  # the same for ranking, and the error of δ with so few
 
 
 @dataclass(frozen=True, eq=False)
-class BinAccountant:
-    """Balls-in-bins accounting for one strategy (an `Accountant`)."""
+class BinAccountant(Accountant):
+    """Balls-in-bins accounting for one strategy."""
 
     bins: Bins
 
     @classmethod
-    def of(cls, strategy: Strategy, sampling: BallsInBins) -> BinAccountant:
+    def of(cls, strategy: Strategy, sampling: Binned) -> BinAccountant:
         return cls(bins_of(strategy, sampling))
 
     @property
@@ -79,6 +78,26 @@ class BinAccountant:
         worst = max(remove, add, key=lambda each: each.estimate)
         return worst.estimate, worst.error / max(worst.estimate, 1e-300)
 
+    def rough(self, sigma: float, epsilon: float, effort: int) -> tuple[float, float]:
+        if not self.statistical:
+            return self.estimate(sigma, epsilon, False)
+        pair = BinPair(self.bins, sigma)
+        size = effort * max(16, min(_RANKING, _RANKING_WIDE // self.bins.count))
+        found, error = importance.pilot(pair, "remove", epsilon, size).estimate, _RANKING_ERROR / math.sqrt(effort)
+        if sampling_free(pair, "add", epsilon) < 0.1 * found:
+            return found, error
+        return max(found, importance.pilot(pair, "add", epsilon, size).estimate), error
+
+    def at_least(self, epsilon: float, delta: float) -> float:
+        """Two bounds from below. Every pattern moves the output along the mean pattern m̄ by ⟨m_j, m̄⟩/‖m̄‖ at least,
+        and seen along that line alone the mechanism is no harder to tell apart than a Gaussian one of the smallest of
+        these. And by Kahane's inequality (`quell.privacy.bins`) δ only shrinks when overlaps are taken for 0 and all
+        bins for the lightest: then noise is that of independent bins, which is known exactly.
+        """
+        pull, lightest = self.bins.pull, math.sqrt(float(self.bins.energies.min()))
+        pulled = float(pull.min()) / math.sqrt(float(pull.mean())) * gaussian_sigma(epsilon, delta)
+        return max(pulled, lightest * _apart(self.bins.count, epsilon, delta))
+
     def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
         return self._scouted(sigma, epsilon, failure).expected_upper if self.statistical else 0.0
 
@@ -97,12 +116,6 @@ class BinAccountant:
         if free <= found.upper:
             return Certificate(lower, free + slack, "Rényi and Gaussian bounds, no draws")
         return Certificate(lower, found.upper + slack, found.method, failure, found.draws)
-
-    def safe_sigma(self, epsilon: float, delta: float) -> float:
-        return self.reach * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
-
-    def safe_epsilon(self, sigma: float, delta: float) -> float:
-        return gaussian_epsilon(sigma / self.reach, delta)
 
     def _size(self, careful: bool) -> int:
         return max(128, min(_CAREFUL if careful else _ROUGH, _WIDE // self.bins.count))
@@ -136,8 +149,7 @@ class BinAccountant:
         return max(low for low, _ in both) * (1 - 1e-6), min(max(high for _, high in both), plain)
 
 
-def accountant_of(strategy: Strategy, sampling: BallsInBins) -> BinAccountant:
-    """The accountant, refused where the strategy and the scheme do not belong together."""
-    if strategy.steps != sampling.steps:
-        raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {sampling.steps:,}")
-    return BinAccountant.of(strategy, sampling)
+@lru_cache(maxsize=64)
+def _apart(bins: int, epsilon: float, delta: float) -> float:
+    """Noise for so many bins of norm 1 that do not overlap, a little rounded down."""
+    return 0.995 * BinAccountant(Bins(np.eye(1, bins)[0])).estimate_sigma(epsilon, delta, effort=1)[0]

@@ -18,22 +18,41 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from quell._types import Array
-from quell.errors import QuellError
-from quell.privacy import balls_in_bins, importance, poisson
+from quell.analysis.sensitivity import Sensitivity, sensitivity
+from quell.participation import Participation
+from quell.privacy import importance
 from quell.privacy.accountant import Accountant
 from quell.privacy.bins import convolve, correlate, negative_slack
-from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
+from quell.privacy.gaussian import gaussian_delta
 from quell.privacy.guarantee import Certificate
 from quell.privacy.tilting import Draws, Key, Proposal, Tilt, sampling_free
-from quell.sampling import BallsInBins, BMinSep, Poisson
-from quell.sensitivity import Sensitivity, sensitivity
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 
 _ROUGH, _CAREFUL = 256, 1024  # pilot draws per proposal
+
+
+class Resting(Protocol):
+    """What the chain needs to know of a scheme: who has rested for `separation` steps joins with probability `rate`."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def separation(self) -> int: ...
+
+    @property
+    def rate(self) -> float: ...
+
+    @property
+    def fraction(self) -> float: ...
+
+    @property
+    def participation(self) -> Participation: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +60,7 @@ class ChainPair:
     """P over the patterns of the chain against Q, at one σ; see `quell.privacy.tilting.Pair`."""
 
     strategy: ToeplitzStrategy | BandedStrategy
-    sampling: BMinSep
+    sampling: Resting
     sigma: float
 
     @property
@@ -170,16 +189,27 @@ class ChainPair:
 
 
 @dataclass(frozen=True, eq=False)
-class ChainAccountant:
-    """b-min-sep accounting for one strategy (an `Accountant`)."""
+class ChainAccountant(Accountant):
+    """b-min-sep accounting for one strategy."""
 
     strategy: ToeplitzStrategy | BandedStrategy
-    sampling: BMinSep
+    sampling: Resting
     slack: float
+
+    @classmethod
+    def of(cls, strategy: Strategy, sampling: Resting) -> ChainAccountant:
+        """For a strategy with no more bands than the separation, which is for the scheme to check."""
+        slack = negative_slack(strategy, sampling.participation.count)
+        assert not isinstance(strategy, TreeStrategy), "a tree has as many bands as steps"
+        return cls(_without_rounding(strategy) if slack else strategy, sampling, slack)
 
     @cached_property
     def sensitivity(self) -> Sensitivity:
         return sensitivity(self.strategy, self.sampling.participation)
+
+    @property
+    def reach(self) -> float:
+        return self.sensitivity.value
 
     @property
     def statistical(self) -> bool:
@@ -208,12 +238,6 @@ class ChainAccountant:
             return Certificate(found.lower, free + slack, "Rényi and Gaussian bounds, no draws")
         return Certificate(found.lower, found.upper + slack, found.method, failure, found.draws)
 
-    def safe_sigma(self, epsilon: float, delta: float) -> float:
-        return self.sensitivity.value * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
-
-    def safe_epsilon(self, sigma: float, delta: float) -> float:
-        return gaussian_epsilon(sigma / self.sensitivity.value, delta)
-
     def _scouted(self, sigma: float, epsilon: float, failure: float) -> importance.Scouted:
         key = sigma, epsilon, failure
         if key not in self._scouts:
@@ -227,24 +251,6 @@ class ChainAccountant:
 
     def _pair(self, sigma: float) -> ChainPair:
         return ChainPair(self.strategy, self.sampling, sigma)
-
-
-def accountant_of(strategy: Strategy, sampling: BMinSep) -> Accountant:
-    """The accountant, refused where the strategy and the scheme do not belong together."""
-    if strategy.steps != sampling.steps:
-        raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {sampling.steps:,}")
-    if sampling.rate == 1.0:  # the same law, and a tighter accountant
-        return balls_in_bins.accountant_of(strategy, BallsInBins(sampling.steps, sampling.separation))
-    if isinstance(strategy, TreeStrategy) or strategy.bands > sampling.separation:
-        bands = strategy.steps if isinstance(strategy, TreeStrategy) else strategy.bands
-        raise QuellError(
-            f"{strategy!r} has {bands:,} bands in C, but b_min_sep with separation {sampling.separation} is priced for "
-            f"at most {sampling.separation} bands: use balls_in_bins, which takes any C >= 0"
-        )
-    if sampling.separation == 1:  # nobody waits: independent coins, and an accountant that does not draw
-        return poisson.accountant_of(strategy, Poisson(sampling.steps, sampling.rate))
-    slack = negative_slack(strategy, sampling.participation.count)
-    return ChainAccountant(_without_rounding(strategy) if slack else strategy, sampling, slack)
 
 
 def _without_rounding(strategy: ToeplitzStrategy | BandedStrategy) -> ToeplitzStrategy | BandedStrategy:

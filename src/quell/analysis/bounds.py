@@ -24,7 +24,7 @@ from scipy import linalg
 
 from quell._types import Array
 from quell.errors import QuellError
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.workload import Workload
 
 _SMALL = 1024  # steps up to which singular values are computed outright

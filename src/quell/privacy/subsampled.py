@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from quell._types import Array
-from quell.errors import QuellError
-from quell.privacy.coins import coin_bound
-from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
+from quell.analysis.sensitivity import Sensitivity
+from quell.privacy.accountant import Accountant, round_up
+from quell.privacy.coins import coin_bound, coin_delta, coin_epsilon
+from quell.privacy.gaussian import gaussian_delta, gaussian_sigma
 from quell.privacy.guarantee import Certificate
-from quell.sampling import CyclicPoisson, Poisson
-from quell.sensitivity import Sensitivity
-from quell.strategy.structure import Strategy, TreeStrategy
+from quell.strategy.structure import Strategy
 
 _COARSE, _FINE = 1e-3, 1e-4  # discretisation of losses, finer where ε is below 1
 _NO_LOSS = 1e-13  # what truncation in the library adds to a δ that is 0
@@ -37,11 +37,16 @@ _LEVELS = 24  # of norms that differ
 
 
 @dataclass(frozen=True)
-class PoissonAccountant:
-    """Compositions at `rate`; `columns` says how many of them have a column of which norm (an `Accountant`)."""
+class CoinAccountant(Accountant):
+    """Compositions at `rate`; `columns` says how many of them have a column of which norm."""
 
     columns: tuple[tuple[int, float], ...]
     rate: float
+
+    @classmethod
+    def of(cls, strategy: Strategy, groups: int, rate: float) -> CoinAccountant:
+        """For a strategy with no more bands than there are groups, which is for the scheme to check."""
+        return cls(_columns(strategy.column_norms * (1 + 1e-12), groups), rate)
 
     @property
     def rounds(self) -> int:
@@ -52,7 +57,7 @@ class PoissonAccountant:
         return max(norm for _, norm in self.columns)
 
     @property
-    def energy(self) -> float:
+    def reach(self) -> float:
         """The norm of all columns together: what an example moves that always takes part."""
         return math.sqrt(math.fsum(count * norm**2 for count, norm in self.columns))
 
@@ -60,20 +65,27 @@ class PoissonAccountant:
     def sensitivity(self) -> Sensitivity:
         return Sensitivity(self.largest, self.largest, "one participation: the largest column norm")
 
-    @property
-    def statistical(self) -> bool:
-        return False
-
     def guess(self, epsilon: float, delta: float) -> float:
-        often, typical = max(self.rate * math.sqrt(self.rounds), 1e-3), self.energy / math.sqrt(self.rounds)
+        often, typical = max(self.rate * math.sqrt(self.rounds), 1e-3), self.reach / math.sqrt(self.rounds)
         return min(typical * gaussian_sigma(epsilon, delta) * max(often, 0.3), self.safe_sigma(epsilon, delta))
 
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
         spacing = (_FINE if careful else _COARSE) * _share(epsilon)
         return self._upper(sigma, epsilon, spacing), 0.0
 
-    def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
-        return 0.0
+    def rough(self, sigma: float, epsilon: float, effort: int) -> tuple[float, float]:
+        return coin_delta(self.relative(sigma), self.rate, epsilon), 0.0
+
+    def estimate_sigma(
+        self, epsilon: float, delta: float, near: float | None = None, effort: int | None = None
+    ) -> tuple[float, float]:
+        if effort is None:
+            return super().estimate_sigma(epsilon, delta)
+        unit = tuple((count, norm / self.largest) for count, norm in self.columns)
+        return round_up(self.largest * _unit_noise(unit, self.rate, epsilon, delta)), 0.0
+
+    def estimate_epsilon(self, sigma: float, delta: float) -> float:
+        return coin_epsilon(self.relative(sigma), self.rate, delta)
 
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
         spacing, lower = _FINE * _share(epsilon), 0.0
@@ -82,12 +94,6 @@ class PoissonAccountant:
         if len(self.columns) == 1:
             lower = float(self._composed(sigma, spacing, False).get_delta_for_epsilon(epsilon))
         return Certificate(max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds), upper, method)
-
-    def safe_sigma(self, epsilon: float, delta: float) -> float:
-        return self.energy * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
-
-    def safe_epsilon(self, sigma: float, delta: float) -> float:
-        return gaussian_epsilon(sigma / self.energy, delta)
 
     def relative(self, sigma: float) -> tuple[tuple[int, float], ...]:
         """How many rounds have noise of which size in units of what an example adds to them."""
@@ -99,7 +105,7 @@ class PoissonAccountant:
         else:
             composed = self._composed(sigma, spacing, True)
             found = float(composed.get_delta_for_epsilon(epsilon)) + _ROUNDING * self.rounds
-        return min(found, gaussian_delta(sigma / self.energy * (1 - 1e-9), epsilon))
+        return min(found, gaussian_delta(sigma / self.reach * (1 - 1e-9), epsilon))
 
     def _composed(self, sigma: float, spacing: float, pessimistic: bool) -> Any:
         # Heavy, untyped, and only this accountant needs it.
@@ -116,16 +122,6 @@ class PoissonAccountant:
 
 def _share(epsilon: float) -> float:
     return min(1.0, max(epsilon, 0.2))
-
-
-def accountant_of(strategy: Strategy, sampling: Poisson | CyclicPoisson) -> PoissonAccountant:
-    """The accountant, refused where the strategy has more bands than the scheme has groups."""
-    if strategy.steps != sampling.steps:
-        raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {sampling.steps:,}")
-    bands = strategy.steps if isinstance(strategy, TreeStrategy) else strategy.bands
-    if bands > sampling.groups:
-        raise QuellError(f"{strategy!r} has {bands:,} bands in C, but {_valid(sampling, bands, strategy.steps)}")
-    return PoissonAccountant(_columns(strategy.column_norms * (1 + 1e-12), sampling.groups), sampling.rate)
 
 
 def _columns(norms: Array, groups: int) -> tuple[tuple[int, float], ...]:
@@ -145,11 +141,7 @@ def _columns(norms: Array, groups: int) -> tuple[tuple[int, float], ...]:
     return tuple((int(np.sum(level == each)), float(worst[level == each].max())) for each in np.unique(level))
 
 
-def _valid(sampling: Poisson | CyclicPoisson, bands: int, steps: int) -> str:
-    """Which combinations can be priced instead."""
-    instead = "use balls_in_bins, which takes any C >= 0"
-    if bands < steps:
-        instead += f", or cyclic_poisson with at least {bands:,} groups"
-    if isinstance(sampling, Poisson):
-        return f"poisson sampling is priced for independent noise (1 band) only: {instead}"
-    return f"cyclic_poisson with {sampling.groups} groups is priced for at most {sampling.groups} bands: {instead}"
+@lru_cache(maxsize=256)
+def _unit_noise(columns: tuple[tuple[int, float], ...], rate: float, epsilon: float, delta: float) -> float:
+    """Noise where the largest column has norm 1, quickly: many strategies share the others."""
+    return Accountant.estimate_sigma(CoinAccountant(columns, rate), epsilon, delta, effort=1)[0]

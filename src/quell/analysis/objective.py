@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 
-from quell.error import error
+from quell.analysis.error import error
 from quell.strategy import Strategy
 from quell.workload import Workload, forgetting, prefix
 
@@ -29,7 +29,7 @@ def training_error(strategy: Strategy, workload: Workload, adaptive: bool = Fals
     """The objective `training` per unit of noise.
 
     >>> from quell import strategy, workload
-    >>> from quell.sampling import Participation
+    >>> from quell.participation import Participation
     >>> run = workload.prefix(900)
     >>> dpsgd = strategy.build("identity", run, Participation.single(900))
     >>> round(training_error(dpsgd, run) ** 2, 1)  # about half of 100 steps, less at the start

@@ -39,7 +39,7 @@ def error(strategy: Strategy, workload: Workload) -> Error:
     """RMSE = ‖B‖_F/√n and MaxSE = the largest row norm of B, per unit of noise.
 
     >>> from quell import strategy, workload
-    >>> from quell.sampling import Participation
+    >>> from quell.participation import Participation
     >>> sums = workload.prefix(3)
     >>> error(strategy.build("identity", sums, Participation.single(3)), sums)
     Error(rmse=1.4142135623730951, maxse=1.7320508075688772)

@@ -28,7 +28,7 @@ from scipy import fft
 from quell._types import Array
 from quell.algebra import series
 from quell.errors import QuellError
-from quell.sampling import Participation
+from quell.participation import Participation
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 
 _MEETS = 1e-9  # relative gap, rounding aside, below which a bracket counts as closed

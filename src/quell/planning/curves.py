@@ -14,14 +14,15 @@ import numpy as np
 
 from quell import privacy
 from quell._types import Array
-from quell.error import query_variances
+from quell.analysis.error import query_variances
 from quell.errors import QuellError, at_least
-from quell.mechanism import Mechanism, Problem
-from quell.planning import Plan
+from quell.planning.mechanism import Mechanism
+from quell.planning.planner import Plan
+from quell.planning.prices import Prices
+from quell.planning.questions import Answers
 from quell.privacy import gaussian_sigma
 from quell.progress import announce
-from quell.questions import Answers
-from quell.sampling import Cyclic, Scheme
+from quell.schemes import Scheme
 from quell.show.page.content import plan_content
 from quell.strategy import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 from quell.workload import Workload
@@ -36,12 +37,12 @@ _ESTIMATED_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of ε: an estimate under amplifica
 
 def page_content(plan: Plan, answers: Answers, thorough: bool) -> dict[str, Any]:
     """A plan's page as plain data. `thorough` adds ε for other noise under amplification, which takes seconds."""
-    problem, curves = plan.problem, {}
+    workload, curves = plan.run.workload, {}
     for mechanism in (*plan.alternatives, answers.dpsgd):
         curves[id(mechanism)] = {
-            "error": error_curve(mechanism, problem.workload),
-            "cancellation": cancellation_curves(mechanism.strategy, problem.workload),
-            "epsilon": epsilon_curve(problem, mechanism, thorough and mechanism is plan.mechanism),
+            "error": error_curve(mechanism, workload),
+            "cancellation": cancellation_curves(mechanism.strategy, workload),
+            "epsilon": epsilon_curve(plan.prices, mechanism, thorough and mechanism is plan.mechanism),
         }
     return plan_content(plan, answers, curves, brief=not thorough)
 
@@ -74,7 +75,7 @@ def noise_remaining(strategy: Strategy, workload: Workload, start: int) -> Array
     """(n − start,) column `start` of B = A·C⁻¹ from its diagonal down: fresh noise of one step in later iterates.
 
     >>> from quell import strategy, workload
-    >>> from quell.sampling import Participation
+    >>> from quell.participation import Participation
     >>> sums = workload.prefix(4)
     >>> noise_remaining(strategy.build("lambda_cgd", sums, Participation.single(4), **{"lambda": 0.75}), sums, 1)
     array([1.  , 0.25, 0.25])
@@ -84,19 +85,19 @@ def noise_remaining(strategy: Strategy, workload: Workload, start: int) -> Array
     return workload.apply(column)[start:]
 
 
-def epsilon_curve(problem: Problem, mechanism: Mechanism, with_estimates: bool) -> dict[str, object] | None:
+def epsilon_curve(prices: Prices, mechanism: Mechanism, with_estimates: bool) -> dict[str, object] | None:
     """ε against σ, and whether its points are guarantees; None where only costly estimates could tell.
 
     Without amplification every point is a guarantee, so numbers are rounded up. Under an amplifying scheme only the
     plan's own point is certified and the rest of the curve is estimated.
     """
-    guaranteed = mechanism.certified and mechanism.sampling == Cyclic.name
+    guaranteed = mechanism.certified and not mechanism.scheme.amplifies
     if guaranteed:  # what `calibrate` does, without pricing the sensitivity again for every point
         guarantee = mechanism.guarantee
         epsilons = np.geomspace(guarantee.epsilon / 8, guarantee.epsilon * 8, _GUARANTEED_POINTS)
         points = {float(e): guarantee.sensitivity.value * gaussian_sigma(float(e), guarantee.delta) for e in epsilons}
     elif with_estimates:
-        points = _estimated_points(problem.scheme_of(mechanism.strategy, mechanism.sampling), mechanism)
+        points = _estimated_points(prices.scheme_of(mechanism), mechanism)
     else:
         return None
     return {

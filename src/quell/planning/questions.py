@@ -1,6 +1,6 @@
 """Questions around a plan: what would change it, which ε a given error needs, how many epochs fixed steps should have.
 
-All answers are estimates (`quell.quick`) except `plan_for_rmse`, which ends in a certified plan.
+All answers are estimates except `plan_for_rmse`, which ends in a certified plan.
 
 Runs of different length are compared by their error *per example seen*, RMSE / (epochs × examples): the sum of
 gradients that training follows grows with the number of examples seen, so that is noise relative to progress.
@@ -16,17 +16,15 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from quell.errors import QuellError, require_count, require_finite
-from quell.mechanism import Mechanism, Problem
-from quell.planning import Plan, make_plan, problem_of
+from quell.planning.mechanism import Mechanism
+from quell.planning.planner import Plan, make_plan
+from quell.planning.prices import Prices
+from quell.planning.search import Progress, pareto, search
 from quell.privacy.accountant import round_up
-from quell.sampling import Cyclic
-from quell.search import Progress, pareto, search
-from quell.setup import Setup
+from quell.run import Run
 from quell.show import words
-from quell.strategy import build
+from quell.strategy import FAMILIES
 from quell.strategy.family import HORIZON
-
-_STURDY = ("identity", "lambda_cgd", "fractional", "band_toeplitz", "blt")  # found in a second, one of each kind
 
 
 @dataclass(frozen=True)
@@ -57,13 +55,13 @@ class Answers:
 
 def answers(plan: Plan, thorough: bool = True) -> Answers:
     """Ask what an explanation of the plan needs; `thorough` adds what would change it, which takes about a second."""
-    any_memory = replace(plan.setup, memory=None)
+    any_memory = replace(plan.run.limits, memory=None)
     return Answers(
-        plan.problem.dpsgd,
-        plan.problem.dpsgd.sampling != Cyclic.name,
+        plan.prices.dpsgd,
+        plan.prices.dpsgd.scheme.amplifies,
         plan.dpsgd_equivalent_epsilon,
         plan.lower_bound,
-        tuple(pareto([each for each in plan.alternatives if any_memory.fits(each)], plan.setup.objective)),
+        tuple(pareto([each for each in plan.alternatives if any_memory.fits(each)], plan.run.objective)),
         tuple(pareto(plan.alternatives, "rmse")),
         tuple(changes(plan)) if thorough else (),
     )
@@ -71,49 +69,51 @@ def answers(plan: Plan, thorough: bool = True) -> Answers:
 
 def changes(plan: Plan) -> Iterator[Change]:
     """What more memory would do; and what more epochs and larger batches would do with the same kind of mechanism."""
-    setup, chosen = plan.setup, plan.mechanism
-    objective = setup.objective
+    run, chosen = plan.run, plan.mechanism
+    objective = run.objective
     for mechanism in pareto(plan.alternatives, objective):
-        if mechanism.buffers > setup.buffer_limit and mechanism.score(objective) < 0.97 * chosen.score(objective):
+        if mechanism.buffers > run.limits.buffers and mechanism.score(objective) < 0.97 * chosen.score(objective):
             ratio = mechanism.score(objective) / chosen.score(objective)
             yield Change(f"Memory for {words.copies(mechanism.buffers)}", mechanism, ratio, longer=False)
             break
-    longer, larger = {"epochs": 2 * setup.epochs}, {"batch_size": 2 * setup.batch_size}
+    if run.user_level or run.examples is None or run.batch_size is None:
+        return
+    longer, larger = {"epochs": 2 * run.epochs}, {"batch_size": 2 * run.batch_size}
     for what, options in (("Twice the epochs", longer), ("Batches twice as large", larger)):
-        if setup.user_level or isinstance(setup.learning_rates, tuple) or options.get("batch_size", 0) > setup.examples:
+        if isinstance(run.optimizer.learning_rates, tuple) or options.get("batch_size", 0) > run.examples:
             continue
-        other = replace(setup, sampling=chosen.sampling, **options)  # type: ignore[arg-type]
         try:
             with threadpool_limits(1):
-                found = _same_kind(chosen, problem_of(other), setup.cycle.separation)
+                other = run.changed(sampling=chosen.sampling, **options)
+                found = _same_kind(chosen, Prices(other), run.participation.separation)
         except QuellError:  # the mechanism does not go with that
             continue
-        seen = other.epochs / setup.epochs
+        seen = other.epochs / run.epochs
         yield Change(what, found, found.score(objective) / seen / chosen.score(objective), longer=True)
 
 
-def _same_kind(chosen: Mechanism, problem: Problem, separation: int) -> Mechanism:
-    """About what the plan's mechanism can do for another problem; `separation` is that of the plan."""
+def _same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:
+    """About what the plan's mechanism can do for another run; `separation` is that of the plan."""
     parameters = dict(chosen.strategy.parameters)
     if HORIZON in parameters:
-        parameters[HORIZON] = max(2, int(parameters[HORIZON]) * problem.cycle.separation // separation)
-    strategy = build(chosen.name, problem.workload, problem.cycle.participation, None, **parameters)
-    return problem.estimated(strategy, chosen.sampling, chosen.noise_multiplier)
+        parameters[HORIZON] = max(2, int(parameters[HORIZON]) * prices.run.participation.separation // separation)
+    strategy = prices.build(chosen.name, **parameters)
+    return prices.estimate(strategy, chosen.scheme, chosen.noise_multiplier)
 
 
-def plan_for_rmse(setup: Setup, target: float, progress: Progress | None = None) -> Plan:
-    """The plan with the least ε whose RMSE is at most `target`; the search starts at the set-up's own ε."""
-    if setup.objective != "rmse":
+def plan_for_rmse(run: Run, target: float, progress: Progress | None = None) -> Plan:
+    """The plan with the least ε whose RMSE is at most `target`; the search starts at the run's own ε."""
+    if run.objective != "rmse":
         raise QuellError(
-            f"a plan for a target RMSE minimises the rmse, not the objective {setup.objective}: use objective rmse"
+            f"a plan for a target RMSE minimises the rmse, not the objective {run.objective}: use objective rmse"
         )
     if require_finite("target_rmse", target) <= 0:
         raise QuellError(f"target_rmse={target:g} must be positive: it is the error per unit of clip norm")
-    epsilon = setup.epsilon
+    epsilon = run.epsilon
     for _ in range(3):
-        epsilon = _epsilon_of(replace(setup, epsilon=epsilon), target, progress)
+        epsilon = _epsilon_of(run.changed(epsilon=epsilon), target, progress)
     for more in (1.0, 1.004, 1.01, 1.02, 1.04):  # certificates ask for a little more noise than estimates
-        found = make_plan(replace(setup, epsilon=round_up(epsilon * more, 4)), progress)
+        found = make_plan(run.changed(epsilon=round_up(epsilon * more, 4)), progress)
         if found.mechanism.rmse <= target:
             return found
     raise QuellError(
@@ -121,11 +121,11 @@ def plan_for_rmse(setup: Setup, target: float, progress: Progress | None = None)
     )
 
 
-def _epsilon_of(setup: Setup, target: float, progress: Progress | None) -> float:
-    """The ε at which the best mechanism at the set-up's ε has the target error, by secants between logarithms."""
+def _epsilon_of(run: Run, target: float, progress: Progress | None) -> float:
+    """The ε at which the best mechanism at the run's ε has the target error, by secants between logarithms."""
     with threadpool_limits(1):
-        best = search(setup, problem_of(setup), progress)[0]
-        epsilon, noise = setup.epsilon, best.noise_multiplier
+        best = search(Prices(run), progress)[0]
+        epsilon, noise = run.epsilon, best.noise_multiplier
         slope, wanted = -1.0, target / best.unit_error.rmse
         for _ in range(12):
             gap = math.log(wanted / noise)
@@ -135,8 +135,8 @@ def _epsilon_of(setup: Setup, target: float, progress: Progress | None) -> float
             changed = min(max(epsilon * math.exp(step), 1e-3), 1e4)
             if changed == epsilon:
                 raise QuellError(f"target_rmse={target:g} is out of reach for any epsilon between 0.001 and 10,000")
-            task = problem_of(replace(setup, epsilon=changed))
-            after = task.estimated(best.strategy, best.sampling).noise_multiplier
+            other = Prices(run.changed(epsilon=changed))
+            after = other.estimate(best.strategy, best.scheme).noise_multiplier
             slope = min(math.log(after / noise) / math.log(changed / epsilon), -0.1)
             epsilon, noise = changed, after
     return epsilon
@@ -146,43 +146,52 @@ def _epsilon_of(setup: Setup, target: float, progress: Progress | None) -> float
 class Choice:
     """One way to spend a fixed number of steps: more epochs mean larger batches."""
 
-    setup: Setup
+    run: Run
     mechanism: Mechanism
 
     @property
     def noise_per_example(self) -> float:
         """Error per example seen."""
-        return self.mechanism.score(self.setup.objective) / (self.setup.epochs * self.setup.examples)
+        return self.mechanism.score(self.run.objective) / (self.run.epochs * (self.run.examples or 1))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data (documented in docs/json.md)."""
+        """Plain data, for `quell plan --steps --json`."""
         return {
-            "epochs": self.setup.epochs,
-            "batch_size": self.setup.batch_size,
+            "epochs": self.run.epochs,
+            "batch_size": self.run.batch_size,
             "mechanism": self.mechanism.name,
             "sampling": self.mechanism.sampling,
             "noise_per_example": self.noise_per_example,
         }
 
 
-def choices_for_steps(steps: int, setup: Setup, progress: Progress | None = None) -> list[Choice]:
-    """Epochs 1, 2, 4, … at about `steps` steps, each with its best mechanism; `setup` gives everything else."""
-    steps = require_count("steps", steps)
+def choices_for_steps(steps: int, *, examples: int, progress: Progress | None = None, **arguments: Any) -> list[Choice]:
+    """Epochs 1, 2, 4, … at about `steps` steps, each with its best mechanism.
+
+    Args:
+        steps: optimizer steps to spend.
+        examples: size of the data set.
+        progress: told about every number of epochs.
+        arguments: everything else that `Run.from_data` takes.
+
+    Returns:
+        The choices, fewest epochs first, until one more doubling gains little.
+    """
+    steps, examples = require_count("steps", steps), require_count("examples", examples)
     found: list[Choice] = []
-    rounds = [2**e for e in range(20) if steps <= setup.examples * 2**e <= steps * setup.examples]
+    rounds = [2**e for e in range(20) if steps <= examples * 2**e <= steps * examples]
+    sturdy = tuple(family for family in FAMILIES.values() if family.sturdy)
     for done, epochs in enumerate(rounds):
-        option = replace(setup, epochs=epochs, batch_size=round(setup.examples * epochs / steps))
-        if abs(option.steps - steps) > 0.1 * steps:  # an epoch has a whole number of steps
+        run = Run.from_data(examples=examples, epochs=epochs, batch_size=round(examples * epochs / steps), **arguments)
+        if abs(run.steps - steps) > 0.1 * steps:  # an epoch has a whole number of steps
             break
         if progress is not None:
             progress(done, len(rounds), f"{epochs} epochs")
         with threadpool_limits(1):
-            best = search(option, problem_of(option), families=_STURDY)
-        found += [Choice(option, each) for each in best[:1]]
+            best = search(Prices(run), families=sturdy)
+        found += [Choice(run, each) for each in best[:1]]
         if len(found) > 1 and found[-1].noise_per_example > 0.95 * found[-2].noise_per_example:
             break
     if not found:
-        raise QuellError(
-            f"{steps:,} steps cannot be spent on {setup.examples:,} examples: take at most that many steps"
-        )
+        raise QuellError(f"{steps:,} steps cannot be spent on {examples:,} examples: take at most that many steps")
     return found

@@ -1,0 +1,273 @@
+"""Plan files: written at once or not at all, and believed only as far as they can be recomputed.
+
+Of a row only three things are taken over: which mechanism it is, the numbers an optimised one consists of, and the
+noise. That noise is put into the accountant of the plan's own sampling scheme: it must really buy (ε, δ). Everything
+else a file says is computed afresh and must match. Up to 512 steps the strategy is also written out as dense matrices,
+which share no code with the fast paths. Files of version 2 are read and checked like those of today
+(`quell.planning.version2`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quell import files
+from quell.analysis.sensitivity import sensitivity
+from quell.costs import TimeLimit
+from quell.errors import QuellError, short
+from quell.planning import version2
+from quell.planning.mechanism import Mechanism
+from quell.planning.planner import COMPARISONS, FORMAT, VERSION, Plan, recommend
+from quell.planning.prices import Prices
+from quell.planning.shapes import are_numbers, are_plain, is_plain, is_solution, odd_rows
+from quell.run import Run
+from quell.schemes import SCHEMES
+from quell.strategy import find
+
+MOST_BYTES = 1 << 27  # plans have a few megabytes at most
+_TOLERANCE = 1e-9
+_DENSE = 512
+_LONG = 200  # characters of a file's own words that are shown
+_PARTS = {"format", "version", "run", "yardsticks", "recommended", "mechanisms"}
+_RUN = {"examples", "batch_size", "epochs", "sampling", "objective", "promise", "optimizer", "limits"}
+_GROUPS = {
+    "promise": {"epsilon", "delta", "unit"},
+    "optimizer": {"momentum", "weight_decay", "learning_rates", "adaptive"},
+    "limits": {"memory", "draws", "time_limit"},
+}
+_USER = {"separation", "participations"}  # of a run, where the promise is per user
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim of a plan file: what it says, what comes out, and whether it holds."""
+
+    claim: str
+    stated: float | str
+    recomputed: float | str
+    holds: bool
+
+
+def write(content: dict[str, Any], path: str | Path) -> None:
+    """Write a plan as JSON, atomically."""
+    target = Path(path)
+    text = json.dumps(content, indent=2) + "\n"
+    if len(text) > MOST_BYTES:
+        raise QuellError(
+            f"the plan would take {len(text):,} bytes, more than the {MOST_BYTES:,} that are read again: "
+            "keep fewer mechanisms, or name a schedule instead of listing its learning rates"
+        )
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)  # a plan holds no secrets; colleagues verify it
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as problem:
+        raise QuellError(f"cannot write the plan to {target}: {problem.strerror}") from problem
+
+
+def verify(path: str | Path) -> list[Check]:
+    """Every claim in a plan file, recomputed. Unreadable files raise; false claims come back with `holds=False`."""
+    return _checked(path)[0]
+
+
+def verified_plan(path: str | Path) -> Plan:
+    """The plan in a file, refused when one of its claims does not hold."""
+    checks, plan = _checked(path)
+    if false := [check for check in checks if not check.holds]:
+        first = false[0]
+        raise QuellError(
+            f"{path} is not a true plan: {first.claim} is stated as {first.stated} but comes out as {first.recomputed}"
+            f" ({len(false)} claims fail): make a new plan"
+        )
+    assert plan is not None
+    return plan
+
+
+def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
+    """All checks, and the plan itself where every mechanism in it could be built."""
+    content = _read(path)
+    old = content["version"] == version2.VERSION
+    if wrong := version2.misshapen(content) if old else _misshapen(content):
+        raise QuellError(f"{path} is damaged: {wrong}; make a new plan")
+    prices = Prices(version2.run_of(content["setup"]) if old else _run_of(content["run"]))
+    stated: list[dict[str, Any]] = content["mechanisms"]
+    rows = [version2.core(row) for row in stated] if old else stated
+    drawn = sum(_is_drawn(row["guarantee"]["sampling"]) for row in rows)
+    if drawn > COMPARISONS:  # among many certificates by draws one holds by luck
+        return [Check("mechanisms certified by draws", str(drawn), f"at most {COMPARISONS}", False)], None
+    checks: list[Check] = []
+    mechanisms: list[Mechanism] = []
+    for row, claims in zip(rows, stated, strict=True):
+        try:
+            mechanism = _rebuild(prices, row)
+            fresh = version2.row(prices, mechanism) if old else mechanism.as_dict()
+            checks += _compared(repr(mechanism.strategy), claims, fresh)
+            checks += _second_opinions(prices, mechanism)
+            mechanisms.append(mechanism)
+        except QuellError as refusal:
+            claim = f"mechanism {_shown(row['family'])}"
+            checks.append(Check(claim, "can be built, and its noise suffices", str(refusal), False))
+    if len(mechanisms) < len(rows):
+        return checks, None
+    if not old:
+        checks += _compared("yardsticks", content["yardsticks"], prices.yardsticks)
+        checks += _compared("run", content["run"], prices.run.as_dict())
+    best = recommend(prices.run, mechanisms)
+    checks.append(Check("recommended mechanism", content["recommended"], best, content["recommended"] == best))
+    return checks, Plan(prices.run, tuple(mechanisms), content["recommended"])
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        text = files.read(path, MOST_BYTES)
+    except OSError as problem:
+        raise QuellError(f"cannot read the plan {path}: {problem.strerror}") from problem
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as problem:
+        raise QuellError(f"{path} is not a plan: it does not hold valid JSON, or is damaged or cut short") from problem
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise QuellError(f"{path} is not a plan file: it lacks format={FORMAT!r}")
+    version = content.get("version")
+    if type(version) is not int or version not in (version2.VERSION, VERSION):
+        raise QuellError(
+            f"{path} has plan version {short(version)}, this Quell reads versions {version2.VERSION} and {VERSION}: "
+            "use the Quell that wrote it, or make a new plan"
+        )
+    return content
+
+
+def _misshapen(content: dict[str, Any]) -> str | None:
+    """What in the content of a file is not of the kind that a plan has there; None where everything is.
+
+    Whether the values are right is for `Run`, the strategies and the accountants to say. They can rely on finding
+    strings, numbers and lists of numbers where a plan has such, nested no deeper, and no more rows than a plan has.
+    """
+    if set(content) != _PARTS:
+        return "it does not have the parts of a plan"
+    run = content["run"]
+    if not isinstance(run, dict) or not _RUN <= set(run) <= _RUN | _USER:
+        return "its run does not have the parts of a run"
+    for name, value in run.items():
+        if name in _GROUPS and (not isinstance(value, dict) or set(value) != _GROUPS[name]):
+            return f"run.{name}={short(value)} does not have the parts that a run has there"
+        for key, inner in value.items() if name in _GROUPS else ((name, value),):
+            listed = key == "learning_rates" and are_numbers(inner)
+            if not (listed or key == "time_limit" or inner is None or is_plain(inner)):
+                return f"run.{key}={short(inner)} is not what a run has there"
+    if not are_plain(content["yardsticks"]):
+        return f"yardsticks={short(content['yardsticks'])} are not what a plan has there"
+    return odd_rows(content, _odd)
+
+
+def _odd(row: object) -> str | None:
+    """What in a row is not of the kind that a row has there."""
+    if not isinstance(row, dict):
+        return f"{short(row)} is not a mechanism"
+    if type(row.get("family")) is not str:
+        return f"family={short(row.get('family'))} is missing or of the wrong kind"
+    for name in ("parameters", "noise", "error", "guarantee"):
+        if not are_plain(row.get(name)):
+            return f"{name}={short(row.get(name))} is missing or of the wrong kind"
+    if type(row["noise"].get("multiplier")) is not float:
+        return f"noise.multiplier={short(row['noise'].get('multiplier'))} is missing or of the wrong kind"
+    if type(row["guarantee"].get("sampling")) is not str:
+        return f"guarantee.sampling={short(row['guarantee'].get('sampling'))} is missing or of the wrong kind"
+    if "solution" in row and not is_solution(row["solution"]):
+        return f"solution={short(row['solution'])} is not what a row has there"
+    known = {"family", "parameters", "noise", "error", "guarantee", "solution"}
+    return next((f"{short(name)} is not a part of a row" for name in row if name not in known), None)
+
+
+def _run_of(content: dict[str, Any]) -> Run:
+    """The run that a file states; its unit of privacy follows from the rest, and is compared later."""
+    flat = {name: value for name, value in content.items() if name not in _GROUPS}
+    limits, promise = dict(content["limits"]), content["promise"]
+    if limits["time_limit"] is not None:
+        limits["time_limit"] = TimeLimit.of_plain(limits["time_limit"])
+    return Run.from_data(**flat, **content["optimizer"], **limits, epsilon=promise["epsilon"], delta=promise["delta"])
+
+
+def _is_drawn(sampling: str) -> bool:
+    return sampling in SCHEMES and SCHEMES[sampling].drawn
+
+
+def _rebuild(prices: Prices, row: dict[str, Any]) -> Mechanism:
+    """The mechanism that a row describes, with the noise that the row states; refused where that is too little."""
+    family, sampling = find(row["family"]), row["guarantee"]["sampling"]
+    solution = np.asarray(row["solution"], dtype=np.float64) if "solution" in row else None
+    parameters = {name: value for name, value in row["parameters"].items() if name in family.takes}
+    strategy = prices.build(family.name, solution, **parameters)
+    kind = SCHEMES.get(sampling)
+    if kind is None or kind not in prices.kinds_for(strategy):
+        raise QuellError(f"the plan's sampling is {prices.run.sampling}, but the mechanism claims {short(sampling)}")
+    return prices.certify(strategy, kind, COMPARISONS, noise=row["noise"]["multiplier"])
+
+
+def _compared(label: str, stated: dict[str, Any], fresh: dict[str, Any]) -> Iterator[Check]:
+    """Every value of a part of the file beside the one that was recomputed; what belongs together is taken apart."""
+    for key, expected in fresh.items():
+        if key not in stated:
+            yield Check(f"{label}: {key}", "missing", _shown(expected), False)
+        elif isinstance(expected, dict) and isinstance(stated[key], dict):
+            yield from _compared(f"{label}: {key}" if key != "guarantee" else label, stated[key], expected)
+        elif isinstance(expected, float):
+            close = type(stated[key]) is float and math.isclose(stated[key], expected, rel_tol=_TOLERANCE)
+            yield Check(f"{label}: {key}", _shown(stated[key]), expected, close)
+        else:
+            same = type(stated[key]) is type(expected) and stated[key] == expected
+            yield Check(f"{label}: {key}", _shown(stated[key]), _shown(expected), same)
+    if extra := sorted(set(stated) - set(fresh)):
+        yield Check(f"{label}: unknown entries", _shown(", ".join(extra)), "none", False)
+
+
+def _second_opinions(prices: Prices, mechanism: Mechanism) -> Iterator[Check]:
+    """What must hold whatever the file says: the lower bound, and for short runs dense matrices."""
+    label, run = repr(mechanism.strategy), prices.run
+    if not mechanism.scheme.amplifies:
+        below = mechanism.rmse < prices.lower_bound * (1 - _TOLERANCE)
+        yield Check(f"{label}: rmse at least the lower bound", mechanism.rmse, prices.lower_bound, not below)
+    if run.steps > _DENSE:
+        return
+    strategy, noising = mechanism.strategy.matrix(), mechanism.strategy.noising_matrix()
+    off = float(np.max(np.abs(strategy @ noising - np.eye(len(strategy)))))
+    yield Check(f"{label}: largest entry of C·C⁻¹ − I", 0.0, off, off < 1e-8)
+    decoder = run.workload.matrix() @ noising
+    rmse = float(np.linalg.norm(decoder)) / math.sqrt(len(decoder)) * mechanism.noise_multiplier
+    close = math.isclose(rmse, mechanism.rmse, rel_tol=1e-6)
+    yield Check(f"{label}: rmse, dense", mechanism.rmse, rmse, close)
+    leftmost = float(np.linalg.norm(strategy[:, run.participation.first_steps()].sum(axis=1)))
+    stated = sensitivity(mechanism.strategy, run.participation).value
+    yield Check(f"{label}: sensitivity, leftmost pattern", stated, leftmost, leftmost <= stated)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A key given twice means one thing to this reader and another to the next: refused."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key is given twice")
+    return content
+
+
+def _shown(value: Any) -> float | str:
+    """A value of a file, fit for a terminal: not too long, and without what would move the cursor."""
+    if isinstance(value, float):
+        return value
+    text = short(value) if isinstance(value, int) else str(value)
+    text = text if len(text) <= _LONG else text[:_LONG] + "…"
+    return text if text.isprintable() else ascii(text)

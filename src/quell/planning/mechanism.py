@@ -1,0 +1,116 @@
+"""A priced mechanism: a strategy, the noise it needs for a guarantee, and the error that noise causes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quell.analysis.error import Error
+from quell.errors import QuellError, at_least
+from quell.privacy import Estimate, Guarantee
+from quell.schemes import SCHEMES, Scheme
+from quell.strategy import FAMILIES, Family, Strategy, describe
+
+MOST_NUMBERS = 1_000_000  # of an optimised strategy that a row can hold
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One row of a comparison. RMSE and MaxSE are those of the iterates per unit of clip norm, noise included.
+
+    Its noise rests on a `claim`: a guarantee, or an estimate where a search has not certified it.
+    """
+
+    strategy: Strategy
+    claim: Guarantee | Estimate
+    unit_error: Error
+    unit_training: float  # `quell.analysis.objective.training_error`
+
+    @property
+    def name(self) -> str:
+        return self.strategy.family
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.strategy.family]
+
+    @property
+    def certified(self) -> bool:
+        """Whether the noise is proven to keep the promise; only such mechanisms are recommended and saved."""
+        return self.claim.certified
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The proven promise; an estimate has none."""
+        if isinstance(self.claim, Estimate):
+            raise QuellError(
+                f"{describe(self.strategy)} has only an estimate of its noise: price it to get a guarantee"
+            )
+        return self.claim
+
+    @property
+    def sampling(self) -> str:
+        """The name of the scheme that its noise is for."""
+        return self.claim.sampling
+
+    @property
+    def scheme(self) -> type[Scheme]:
+        """The kind of batches that its noise is for."""
+        return SCHEMES[self.claim.sampling]
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self.claim.noise_multiplier
+
+    @property
+    def training(self) -> float:
+        """The objective `training` (`quell.analysis.objective`)."""
+        return self.unit_training * self.noise_multiplier
+
+    def score(self, objective: str) -> float:
+        """What a plan with this objective makes small."""
+        return {"rmse": self.rmse, "maxse": self.maxse, "training": self.training}[objective]
+
+    @property
+    def rmse(self) -> float:
+        return self.unit_error.rmse * self.noise_multiplier
+
+    @property
+    def maxse(self) -> float:
+        return self.unit_error.maxse * self.noise_multiplier
+
+    @property
+    def buffers(self) -> int:
+        return self.strategy.recurrence.buffers
+
+    @property
+    def draws(self) -> int:
+        return self.strategy.recurrence.draws
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: a row of `--json` and of plan files (documented in docs/json.md)."""
+        guarantee, solution = self.guarantee, self.strategy.solution
+        moved = guarantee.sensitivity
+        return {
+            "family": self.name,
+            "parameters": dict(self.strategy.parameters),
+            **({} if solution is None or solution.size > MOST_NUMBERS else {"solution": solution.tolist()}),
+            "noise": {"multiplier": self.noise_multiplier, "buffers": self.buffers, "draws": self.draws},
+            "error": {"rmse": self.rmse, "maxse": self.maxse, "training": self.training},
+            "guarantee": {
+                "sampling": guarantee.sampling,
+                "adjacency": guarantee.adjacency,
+                "method": guarantee.method,
+                "failure_probability": guarantee.failure_probability,
+                "sensitivity": moved.value,
+                "sensitivity_kind": moved.kind,
+                "sensitivity_method": moved.method,
+            },
+        }
+
+    def __repr__(self) -> str:
+        known = "certified" if self.certified else "estimated"
+        return (
+            f"<{describe(self.strategy)}: σ={at_least(self.noise_multiplier)} ({known}, {self.sampling} sampling), "
+            f"RMSE {self.rmse:.4g}>"
+        )

@@ -1,0 +1,205 @@
+"""From a run to a plan: search, certify what the search favours, mark the mechanism to use.
+
+A `Plan` is frozen data. It can be printed, saved as JSON, loaded, and verified from the file alone
+(`quell.planning.file`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from threadpoolctl import threadpool_limits
+
+from quell.errors import QuellError
+from quell.planning.mechanism import MOST_NUMBERS, Mechanism
+from quell.planning.prices import Prices
+from quell.planning.search import Progress, order, search
+from quell.planning.shapes import MOST_ROWS
+from quell.run import Run
+from quell.show import plots, tables, words
+from quell.show.page import write as write_page
+from quell.show.page.document import document
+from quell.strategy import Parameter
+
+if TYPE_CHECKING:
+    from quell.planning.questions import Answers
+
+FORMAT, VERSION = "quell-plan", 3
+COMPARISONS = 8  # certificates by draws that share one failure probability: one for a plan, five for a target RMSE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, the certified mechanisms, the recommended one, and what else the search saw.
+
+    `mechanisms` all carry a guarantee; they are what a plan file holds. `estimates` are mechanisms whose noise is only
+    estimated: they show what else there is, and are never recommended or saved. Both are sorted by the run's
+    objective, best first; those beyond the run's limits are listed but never recommended.
+    """
+
+    run: Run
+    mechanisms: tuple[Mechanism, ...]
+    recommended: int
+    estimates: tuple[Mechanism, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert all(mechanism.guarantee for mechanism in self.mechanisms)  # an estimate refuses to say one
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The recommended mechanism."""
+        return self.mechanisms[self.recommended]
+
+    @cached_property
+    def alternatives(self) -> tuple[Mechanism, ...]:
+        """Every mechanism that was looked at, certified or estimated, best first by the run's objective."""
+        everything = (*self.mechanisms, *self.estimates)
+        return tuple(sorted(everything, key=lambda mechanism: mechanism.score(self.run.objective)))
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Prices of other mechanisms for the same run, and the yardsticks."""
+        return Prices(self.run)
+
+    def price(self, family: str, /, **parameters: Parameter) -> Mechanism:
+        """Another mechanism for the plan's run and promise, certified: `mechanism=plan.price("bisr", bands=4)`."""
+        return self.prices.price(family, **parameters)
+
+    @property
+    def lower_bound(self) -> float:
+        """No mechanism without amplification has a smaller RMSE."""
+        return self.prices.lower_bound
+
+    @cached_property
+    def dpsgd_equivalent_epsilon(self) -> float:
+        """The ε that DP-SGD would have to spend for the recommended mechanism's RMSE, about."""
+        return self.prices.equivalent_epsilon(self.mechanism)
+
+    @cached_property
+    def answers(self) -> Answers:
+        """What has to be computed before the plan can be explained; takes about a second."""
+        from quell.planning.questions import answers
+
+        return answers(self)
+
+    def explain(self) -> str:
+        """Why this mechanism, what it buys, and what would change the answer, in plain sentences."""
+        return "\n".join(words.explanation(self, self.answers))
+
+    @cached_property
+    def page_content(self) -> dict[str, Any]:
+        """The data of the plan's page: sentences, rows and curves."""
+        from quell.planning.curves import page_content
+
+        return page_content(self, self.answers, thorough=True)
+
+    def page(self) -> str:
+        """The plan as one HTML page that needs no network.
+
+        >>> page = plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5, sampling="cyclic").page()
+        >>> page.startswith("<!doctype html>") and "://" not in page.replace("http://www.w3.org/2000/svg", "")
+        True
+        """
+        return document(self.page_content, str(self)).html
+
+    def write_page(self, path: str | Path) -> None:
+        """Write `page()` to a file."""
+        write_page(self.page(), path)
+
+    def draw(self, path: str | Path) -> None:
+        """Write the page's charts as a picture: .png, .svg or .pdf."""
+        plots.draw_plan(self.page_content, path)
+
+    def _repr_html_(self) -> str:
+        return tables.plan_html(self, self.answers)
+
+    def __str__(self) -> str:
+        return tables.plan_text(self, self.answers)
+
+    @property
+    def epochs(self) -> int:
+        return self.run.epochs
+
+    @property
+    def steps(self) -> int:
+        return self.run.steps
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, the content of a plan file."""
+        if len(self.mechanisms) > MOST_ROWS:
+            raise QuellError(
+                f"a plan file holds up to {MOST_ROWS} mechanisms, not {len(self.mechanisms):,}: keep fewer"
+            )
+        for mechanism in self.mechanisms:
+            solution = mechanism.strategy.solution
+            if solution is not None and solution.size > MOST_NUMBERS:
+                raise QuellError(
+                    f"{mechanism.strategy!r} has {solution.size:,} coefficients, too many for a plan file: "
+                    "take a mechanism that is Toeplitz instead"
+                )
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "recommended": self.recommended,
+            **self.prices.as_dict(self.mechanisms),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, atomically: a crash leaves the old file or the new one, never half of one."""
+        from quell.planning.file import write
+
+        write(self.as_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file and verify every claim in it; a plan that does not check out is refused."""
+        from quell.planning.file import verified_plan
+
+        return verified_plan(path)
+
+
+def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
+    """Compare the mechanisms for a training run (the arguments of `Run.from_data`) and recommend one.
+
+    >>> chosen = plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)
+    >>> chosen.mechanism.rmse < chosen.prices.dpsgd.rmse
+    True
+    """
+    known = inspect.signature(Run.from_data).parameters
+    if unknown := sorted(set(arguments) - set(known)):
+        raise QuellError(f"a plan does not know {', '.join(unknown)}: it takes {', '.join(sorted(known))}")
+    required = [name for name, each in known.items() if each.default is inspect.Parameter.empty]
+    if missing := [name for name in required if name not in arguments]:
+        raise QuellError(f"a plan needs {', '.join(missing)} as well")
+    return make_plan(Run.from_data(**arguments), progress)
+
+
+def make_plan(run: Run, progress: Progress | None = None) -> Plan:
+    """The plan of a run: a search by estimates, then certificates for what it recommends.
+
+    Mechanisms whose noise is exact, without amplification, are all certified; of the others the best by the run's
+    objective, and no more than that: the best of several certificates by draws would be luck. `plan_for_rmse` takes
+    the first of up to five that is good enough, so they share their failure probability between `COMPARISONS`.
+    """
+    prices = Prices(run)
+    with threadpool_limits(1):  # many small matrices: threads that wait for each other cost ten times what they save
+        found = search(prices, progress)
+        if not found:
+            raise QuellError(f"no mechanism goes with sampling={run.sampling} here: allow more schemes, or all (best)")
+        wanted = [mechanism for mechanism in found if not mechanism.scheme.amplifies]
+        if found[0] not in wanted:
+            wanted.append(found[0])
+        certified = [prices.certify(m.strategy, m.scheme, COMPARISONS, m.noise_multiplier) for m in wanted]
+    rows = sorted(certified, key=lambda mechanism: mechanism.score(run.objective))
+    rest = tuple(mechanism for mechanism in found if mechanism not in wanted)
+    return Plan(run, tuple(rows), recommend(run, rows), rest)
+
+
+def recommend(run: Run, mechanisms: Sequence[Mechanism]) -> int:
+    """The least score that fits."""
+    return min(range(len(mechanisms)), key=lambda i: order(run, mechanisms[i], run.objective))

@@ -1,0 +1,160 @@
+"""Mechanisms for one run: built, estimated and certified, and the yardsticks that they are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from quell import privacy
+from quell._types import Array
+from quell.analysis import bounds
+from quell.analysis.error import Error, error
+from quell.analysis.objective import training_error
+from quell.errors import QuellError, short
+from quell.planning.mechanism import Mechanism
+from quell.privacy import Estimate, Guarantee, gaussian_sigma
+from quell.run import Run
+from quell.schemes import SCHEMES, Scheme, suited
+from quell.strategy import INDEPENDENT, Parameter, Strategy, build
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What mechanisms cost in a run. Errors are computed once per strategy, yardsticks once per run."""
+
+    run: Run
+
+    def build(self, family: str, solution: Array | None = None, /, **parameters: Parameter) -> Strategy:
+        """A strategy of a family for the run's workload and participation."""
+        return build(family, self.run.workload, self.run.participation, solution, **parameters)
+
+    def price(self, family: str, /, **parameters: Parameter) -> Mechanism:
+        """Build a mechanism, find the least noise that is proven to keep the promise, and evaluate it.
+
+        >>> prices = Prices(Run.from_steps(steps=3900, epochs=10, epsilon=8, delta=1e-5))
+        >>> round(prices.price("bisr", bands=16).rmse, 2)
+        17.94
+        """
+        return self.certify(self.build(family, **parameters))
+
+    def certify(
+        self,
+        strategy: Strategy,
+        kind: type[Scheme] | None = None,
+        comparisons: int = 1,
+        near: float | None = None,
+        noise: float | None = None,
+    ) -> Mechanism:
+        """A strategy with the least noise that is proven to keep the promise, or with given `noise`, if that does.
+
+        Args:
+            strategy: what correlates the noise.
+            kind: how batches are formed; by default the allowed scheme that needs the least noise, by estimates.
+            comparisons: between how many such mechanisms the best is taken: certificates by draws share their failure
+                probability.
+            near: about the noise, where that is known.
+            noise: the noise to be certified instead of the least.
+        """
+        if kind is None:
+            if not (options := self.kinds_for(strategy)):
+                raise QuellError(
+                    f"{strategy!r} goes with none of the allowed schemes ({self.run.sampling}): allow more of them"
+                )
+            kind = min(options, key=lambda each: self._about(strategy, each)) if len(options) > 1 else options[0]
+        promise, scheme = self.run.promise, self.scheme(strategy, kind)
+        if noise is None:
+            claim = privacy.calibrate(strategy, scheme, promise.epsilon, promise.delta, comparisons, near)
+        else:
+            claim = privacy.certify(strategy, scheme, noise, promise.epsilon, promise.delta, comparisons)
+        return self.with_claim(strategy, claim)
+
+    def estimate(self, strategy: Strategy, kind: type[Scheme], near: float | None = None, effort: int = 1) -> Mechanism:
+        """The same in a fraction of the time, for a search: the noise is an estimate."""
+        promise, scheme = self.run.promise, self.scheme(strategy, kind)
+        return self.with_claim(
+            strategy, privacy.estimate(strategy, scheme, promise.epsilon, promise.delta, near, effort)
+        )
+
+    def at_least(self, strategy: Strategy, kind: type[Scheme]) -> float:
+        """Noise that is needed whatever the accountant says, in milliseconds."""
+        accountant = self.scheme(strategy, kind).accountant(strategy)
+        return accountant.at_least(self.run.epsilon, self.run.delta)
+
+    def unit_score(self, strategy: Strategy, objective: str) -> float:
+        """The objective per unit of noise."""
+        unit_error, unit_training = self._measured(strategy)
+        return {"rmse": unit_error.rmse, "maxse": unit_error.maxse, "training": unit_training}[objective]
+
+    def kinds_for(self, strategy: Strategy) -> tuple[type[Scheme], ...]:
+        """The allowed schemes that a strategy should be tried with."""
+        return suited(self.run.schemes, strategy.bands, self.run.participation.separation)
+
+    def scheme(self, strategy: Strategy, kind: type[Scheme]) -> Scheme:
+        """The scheme of a kind for this run: same steps and expected batch size, groups as the strategy needs."""
+        return kind.for_run(self.run.participation, max(1, strategy.bands))
+
+    def scheme_of(self, mechanism: Mechanism) -> Scheme:
+        """The scheme that a mechanism's noise is for."""
+        kind = SCHEMES.get(mechanism.sampling)
+        if kind is None:
+            raise QuellError(f"there is no sampling scheme {short(mechanism.sampling)}: use {', '.join(SCHEMES)}")
+        return self.scheme(mechanism.strategy, kind)
+
+    @cached_property
+    def dpsgd(self) -> Mechanism:
+        """The yardstick: independent noise under the same promise and the best of the allowed schemes, estimated."""
+        independent = self.build(INDEPENDENT.name)
+        return min(
+            (self.estimate(independent, kind) for kind in self.kinds_for(independent)),
+            key=lambda mechanism: mechanism.noise_multiplier,
+        )
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """No mechanism without amplification has a smaller RMSE."""
+        bound = bounds.lower_bound(self.run.workload, self.run.participation)
+        return bound.value * gaussian_sigma(self.run.epsilon, self.run.delta)
+
+    def equivalent_epsilon(self, mechanism: Mechanism) -> float:
+        """The ε at which DP-SGD, under the scheme of the yardstick, has the mechanism's RMSE, about."""
+        noise = mechanism.rmse / self.dpsgd.unit_error.rmse
+        accountant = self.scheme_of(self.dpsgd).accountant(self.dpsgd.strategy)
+        return accountant.estimate_epsilon(noise, self.run.delta)
+
+    @property
+    def yardsticks(self) -> dict[str, float]:
+        """What rows are measured against, as plain data."""
+        return {"dpsgd_rmse": self.dpsgd.rmse, "lower_bound": self.lower_bound}
+
+    def as_dict(self, mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
+        """The run and mechanisms for it as plain data: what `--json` prints (documented in docs/json.md)."""
+        return {
+            "run": self.run.as_dict(),
+            "yardsticks": self.yardsticks,
+            "mechanisms": [mechanism.as_dict() for mechanism in mechanisms],
+        }
+
+    def _about(self, strategy: Strategy, kind: type[Scheme]) -> float:
+        try:
+            return self.estimate(strategy, kind).noise_multiplier
+        except QuellError:  # the two do not go together
+            return float("inf")
+
+    def with_claim(self, strategy: Strategy, claim: Guarantee | Estimate) -> Mechanism:
+        """A strategy with a claim that was made elsewhere, evaluated."""
+        return Mechanism(strategy, claim, *self._measured(strategy))
+
+    def _measured(self, strategy: Strategy) -> tuple[Error, float]:
+        if strategy not in self._errors:
+            adaptive = self.run.optimizer.adaptive
+            self._errors[strategy] = (
+                error(strategy, self.run.workload),
+                training_error(strategy, self.run.workload, adaptive),
+            )
+        return self._errors[strategy]
+
+    @cached_property
+    def _errors(self) -> dict[Strategy, tuple[Error, float]]:
+        return {}

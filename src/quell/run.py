@@ -1,0 +1,315 @@
+"""What is trained and what is promised: one `Run`, validated once, from data sizes or from steps.
+
+Everything downstream may assume that a `Run` is sound: counts are whole and positive, (ε, δ) is a privacy level, the
+optimizer's numbers describe an optimizer, and how often anyone takes part fits the epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from quell import workload
+from quell.analysis.objective import OBJECTIVES
+from quell.costs import Noise, TimeLimit
+from quell.errors import QuellError, require_count, require_finite, require_privacy, short
+from quell.participation import Participation
+from quell.schemes import BEST, FIXED, Scheme, named
+
+DECAY_RATE = 0.5  # below it, a factor on the weights is likely an optimizer's decay rate
+
+
+@dataclass(frozen=True)
+class Promise:
+    """(epsilon, delta)-differential privacy for every single `unit`: an example, or a user with all their examples."""
+
+    epsilon: float
+    delta: float
+    unit: str = "example"
+
+    def __post_init__(self) -> None:
+        epsilon, delta = require_privacy(self.epsilon, self.delta)
+        object.__setattr__(self, "epsilon", epsilon)
+        object.__setattr__(self, "delta", delta)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What the optimizer does with gradients.
+
+    `weight_decay` is the factor α that multiplies the weights at every step (1: none; 1 − lr·w for an optimizer's
+    weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one positive number per step
+    (only ratios matter). `adaptive` says whether it rescales gradients, as Adam does.
+    """
+
+    momentum: float = 0.0
+    weight_decay: float = 1.0
+    learning_rates: str | Sequence[float] | None = None
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("momentum", "weight_decay"):
+            object.__setattr__(self, name, require_finite(name, getattr(self, name)))
+        if 0 <= self.weight_decay < DECAY_RATE:
+            raise QuellError(
+                f"weight_decay={self.weight_decay:g} must be the factor that multiplies the weights each step, such "
+                "as 0.9999: for an optimizer with learning rate lr and that weight_decay, "
+                f"1 - lr*{self.weight_decay:g}"
+            )
+        if not isinstance(self.adaptive, bool):
+            raise QuellError(f"adaptive={short(self.adaptive)} must be True or False: whether the optimizer is")
+        if self.learning_rates is not None and not isinstance(self.learning_rates, str):
+            try:
+                rates = tuple(float(rate) for rate in self.learning_rates)
+            except (TypeError, ValueError, OverflowError):
+                raise QuellError("learning_rates must be a schedule's name, or one number per step") from None
+            object.__setattr__(self, "learning_rates", rates)
+
+    def workload(self, steps: int) -> workload.Workload:
+        """The workload A of so many steps."""
+        given = self.learning_rates
+        rates = workload.schedule(given, steps) if isinstance(given, str) else given
+        return workload.sgd(steps, self.momentum, self.weight_decay, rates)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What noise may cost: model-sized vectors kept (None: no limit), noise vectors per step, and time."""
+
+    memory: float | None = 4.0
+    draws: int = 16
+    time_limit: TimeLimit | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draws", require_count("draws", self.draws))
+        if self.memory is not None:
+            object.__setattr__(self, "memory", require_finite("memory", self.memory))
+            if self.memory < 0:
+                raise QuellError(
+                    f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without "
+                    "buffers"
+                )
+        if self.time_limit is not None and not isinstance(self.time_limit, TimeLimit):
+            raise QuellError(
+                f"time_limit={short(self.time_limit)} is not a limit: make one with quell.costs.TimeLimit.of_share"
+            )
+
+    @property
+    def buffers(self) -> float:
+        return math.inf if self.memory is None else self.memory
+
+    def fits(self, noise: Noise) -> bool:
+        """Whether noise stays within all limits."""
+        in_time = self.time_limit is None or self.time_limit.allows(noise.buffers, noise.draws)
+        return noise.buffers <= self.buffers and noise.draws <= self.draws and in_time
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run, its promise and its limits; make one with `from_data` or `from_steps`.
+
+    `schemes` are the ways of forming batches that the data pipeline can do, of which a plan takes the best;
+    `objective` is what the plan makes small. `examples` and `batch_size` are None where the run was given by its steps.
+
+    >>> Run.from_data(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5).steps
+    3900
+    """
+
+    participation: Participation
+    epochs: int
+    promise: Promise
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schemes: tuple[type[Scheme], ...] = BEST
+    objective: str = "training"
+    limits: Limits = field(default_factory=Limits)
+    examples: int | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise QuellError(f"there is no objective {short(self.objective)}: use {', '.join(OBJECTIVES)}")
+        count, b = self.participation.count, self.participation.separation
+        if not self.user_level and count < self.epochs:
+            raise QuellError(
+                f"separation={b} lets an example take part {count} times, but {self.epochs} epochs use it more often: "
+                f"give a separation of at most {self.steps // self.epochs}"
+            )
+        assert self.workload  # which refuses momentum, weight decay and schedules that make no sense
+
+    @classmethod
+    def from_data(
+        cls,
+        *,
+        examples: int,
+        batch_size: int,
+        epochs: int,
+        epsilon: float,
+        delta: float,
+        momentum: float = 0.0,
+        weight_decay: float = 1.0,
+        learning_rates: str | Sequence[float] | None = None,
+        memory: float | None = 4.0,
+        draws: int = 16,
+        sampling: str = "best",
+        objective: str = "training",
+        adaptive: bool = False,
+        time_limit: TimeLimit | None = None,
+        separation: int | None = None,
+        participations: int | None = None,
+    ) -> Run:
+        """The run over a data set. What a batch size does not divide makes the batches a little larger.
+
+        Args:
+            examples, batch_size, epochs: the data; every epoch visits all examples.
+            epsilon, delta: the promise.
+            momentum, weight_decay, learning_rates, adaptive: the optimizer (`Optimizer`).
+            memory, draws, time_limit: what noise may cost (`Limits`).
+            sampling: the schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
+            objective: what to make small: "training", "rmse" or "maxse".
+            separation, participations: for privacy per *user*, whose data may take part in several batches: the least
+                steps between two of them, and the most of them. Both are promises that the data pipeline has to keep.
+
+        Returns:
+            A run, refused with a sentence where the numbers do not fit together.
+        """
+        examples, batch_size = require_count("examples", examples), require_count("batch_size", batch_size)
+        epochs = require_count("epochs", epochs)
+        if batch_size > examples:
+            raise QuellError(f"batch_size={batch_size:,} is larger than the data set of {examples:,} examples")
+        steps = examples // batch_size * epochs
+        allowed, unit = named(sampling), "example"
+        pattern = Participation(steps, examples // batch_size)
+        if separation is not None or participations is not None:
+            unit, usable = "user", tuple(kind for kind in allowed if kind.per_user)
+            if not usable or (len(usable) < len(allowed) and allowed != BEST):
+                raise QuellError(f"sampling={sampling} is priced per example: per user only {FIXED.name} is")
+            allowed = usable
+            pattern = Participation(
+                steps,
+                1 if separation is None else require_count("separation", separation),
+                0 if participations is None else require_count("participations", participations),
+            )
+        return cls(
+            pattern,
+            epochs,
+            Promise(epsilon, delta, unit),
+            Optimizer(momentum, weight_decay, learning_rates, adaptive),
+            allowed,
+            objective,
+            Limits(memory, draws, time_limit),
+            examples,
+            batch_size,
+        )
+
+    @classmethod
+    def from_steps(
+        cls,
+        *,
+        steps: int,
+        epochs: int,
+        epsilon: float,
+        delta: float,
+        separation: int | None = None,
+        sampling: str = FIXED.name,
+        objective: str = "training",
+        **optimizer: Any,
+    ) -> Run:
+        """The run of so many steps, whatever the data; an epoch has steps // epochs of them by default.
+
+        >>> Run.from_steps(steps=781, epochs=10, epsilon=8, delta=1e-5).participation
+        Participation(steps=781, separation=78, count=11)
+        """
+        steps, epochs = require_count("steps", steps), require_count("epochs", epochs)
+        if epochs > steps:
+            raise QuellError(f"epochs={epochs} do not fit into {steps} steps: an epoch needs at least one step")
+        pattern = Participation(steps, steps // epochs if separation is None else separation)
+        allowed = named(sampling)
+        return cls(pattern, epochs, Promise(epsilon, delta), Optimizer(**optimizer), allowed, objective)
+
+    def changed(self, **changes: Any) -> Run:
+        """The run with other arguments of `from_data`, or of `from_steps` where it was made by that.
+
+        >>> run = Run.from_data(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)
+        >>> run.changed(epochs=6, sampling="cyclic").steps
+        60
+        """
+        make = Run.from_steps if self.examples is None else Run.from_data
+        return make(**{**self.arguments, **changes})
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `changed` starts from, as plain data but for the limit on time."""
+        given: dict[str, Any] = {
+            "epochs": self.epochs,
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            **vars(self.optimizer),
+            "sampling": self.sampling,
+            "objective": self.objective,
+        }
+        if self.examples is None:
+            return {"steps": self.steps, "separation": self.participation.separation, **given}
+        given |= {"examples": self.examples, "batch_size": self.batch_size, **vars(self.limits)}
+        if self.user_level:
+            given |= {"separation": self.participation.separation, "participations": self.participation.count}
+        return given
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, the part `run` of a plan file; `arguments` in groups."""
+        asked = self.arguments
+        promise, optimizer = asdict(self.promise), {name: asked.pop(name) for name in vars(self.optimizer)}
+        if isinstance(optimizer["learning_rates"], tuple):
+            optimizer["learning_rates"] = list(optimizer["learning_rates"])
+        limits = {} if self.examples is None else {"limits": asdict(self.limits)}
+        for name in ("epsilon", "delta", *vars(self.limits)):
+            asked.pop(name, None)
+        return {**asked, "promise": promise, "optimizer": optimizer, **limits}
+
+    @property
+    def steps(self) -> int:
+        return self.participation.steps
+
+    @property
+    def epsilon(self) -> float:
+        return self.promise.epsilon
+
+    @property
+    def delta(self) -> float:
+        return self.promise.delta
+
+    @property
+    def user_level(self) -> bool:
+        """Whether the promise is per user rather than per example."""
+        return self.promise.unit == "user"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.steps // self.epochs
+
+    @property
+    def sampling(self) -> str:
+        """The names of the schemes, as they are asked for."""
+        return "best" if self.schemes == BEST else ",".join(kind.name for kind in self.schemes)
+
+    @cached_property
+    def workload(self) -> workload.Workload:
+        return self.optimizer.workload(self.steps)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a careful colleague would point out before the run."""
+        found = []
+        if self.examples is not None and self.delta * self.examples > 1:
+            found.append(
+                f"delta={self.delta:g} is above 1/examples={1 / self.examples:.2g}: "
+                "a guarantee with such a delta would allow an example to be published outright"
+            )
+        if self.examples is not None and self.batch_size and (left := self.examples % self.batch_size):
+            found.append(
+                f"{self.examples:,} examples do not divide into batches of {self.batch_size:,}: an epoch has "
+                f"{self.steps_per_epoch:,} steps, and the {left:,} left over make some batches larger"
+            )
+        return tuple(found)

@@ -1,0 +1,106 @@
+"""b-min-sep sampling: a coin for whoever has rested long enough (Dong & Ganesh 2026, arXiv:2602.09338)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+
+from quell.errors import QuellError, require_finite
+from quell.participation import Participation
+from quell.privacy.accountant import Accountant
+from quell.privacy.chain import ChainAccountant
+from quell.schemes.balls_in_bins import BallsInBins
+from quell.schemes.batches import Batches
+from quell.schemes.poisson import Poisson
+from quell.schemes.randomness import Indices, coin_flips, unit_interval, words
+from quell.schemes.scheme import Scheme, checked_rate
+from quell.strategy.structure import Strategy
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class BMinSep(Scheme):
+    """At every step, whoever took part in none of the last `separation` − 1 steps joins with probability `rate`.
+
+    The chain starts in its stationary law, so that expected batch sizes are the same from the first step on; with
+    rate 1 it is `BallsInBins`.
+
+    >>> round(BMinSep(steps=100, separation=10, rate=0.5).fraction, 6)
+    0.090909
+    """
+
+    name: ClassVar[str] = "b_min_sep"
+    words: ClassVar[str] = "Each example joins batches at random, with a fixed pause after each time that it was used."
+    drawn: ClassVar[bool] = True
+    steps: int
+    separation: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", checked_rate(self.rate))
+        super().__post_init__()
+
+    @classmethod
+    def for_run(cls, participation: Participation, bands: int) -> Self:
+        return cls.of_fraction(participation.steps, bands, 1.0 / participation.separation)
+
+    @classmethod
+    def of_fraction(cls, steps: int, separation: int, fraction: float) -> Self:
+        """The scheme whose batches hold this share of the examples in expectation."""
+        waiting = 1.0 - (separation - 1) * require_finite("fraction", fraction)
+        if not 0 < fraction <= waiting * (1 + 1e-12):
+            raise QuellError(
+                f"a separation of {separation:,} steps (one per band) cannot give batches with a share of {fraction:g} "
+                f"of the data: use at most {int(1 / fraction):,} bands, or balls_in_bins"
+            )
+        return cls(steps, separation, min(1.0, fraction / waiting))
+
+    @classmethod
+    def suits(cls, bands: int, separation: int) -> bool:
+        return bands <= separation
+
+    @property
+    def participation(self) -> Participation:
+        return Participation(self.steps, self.separation)
+
+    @property
+    def fraction(self) -> float:
+        return self.rate / (1.0 + (self.separation - 1) * self.rate)
+
+    def batch(self, stream: Batches, step: int) -> Indices:
+        """Batches have a memory, so this replays the steps before; iterate instead."""
+        return next(self.batches(stream, step))
+
+    def batches(self, stream: Batches, start: int) -> Iterator[Indices]:
+        """Everyone flips a coin at every step; heads counts for those who are ready, and makes them wait b steps."""
+        key, examples, b, rate = stream.key, stream.examples, self.separation, self.rate
+        ready = np.empty(examples, dtype=np.int32)  # the first step at which an example may take part
+        for block, first in enumerate(range(0, examples, _BLOCK)):
+            size = min(_BLOCK, examples - first)
+            # In the stationary law an example is ready with probability 1/(1 + (b−1)·rate), else equally likely to
+            # wait for any of 1 … b−1 steps.
+            place = unit_interval(words(key, "b min sep start", block, size)) * (1.0 + (b - 1) * rate)
+            waits = np.minimum(np.floor((place - 1.0) / rate) + 1, b - 1)
+            ready[first : first + size] = np.where(place < 1.0, 0.0, waits)
+        for step in range(self.steps):
+            heads = coin_flips(key, "b min sep", step, examples, rate)
+            batch = heads[ready[heads] <= step]
+            ready[batch] = step + b
+            if step >= start:
+                yield batch
+
+    def account(self, strategy: Strategy) -> Accountant:
+        if self.rate == 1.0:  # the same law, and a tighter accountant
+            return BallsInBins(self.steps, self.separation).account(strategy)
+        if strategy.bands > self.separation:
+            raise QuellError(
+                f"{strategy!r} has {strategy.bands:,} bands in C, but b_min_sep with separation {self.separation} is "
+                f"priced for at most {self.separation} bands: use balls_in_bins, which takes any C >= 0"
+            )
+        if self.separation == 1:  # nobody waits: independent coins, and an accountant that does not draw
+            return Poisson(self.steps, self.rate).account(strategy)
+        return ChainAccountant.of(strategy, self)

@@ -1,0 +1,73 @@
+"""Poisson sampling: a coin for every example at every step. For independent noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from quell.errors import QuellError
+from quell.participation import Participation
+from quell.privacy.subsampled import CoinAccountant
+from quell.schemes.batches import Batches
+from quell.schemes.randomness import Indices, coin_flips
+from quell.schemes.scheme import Scheme, checked_rate
+from quell.strategy.structure import Strategy
+
+
+@dataclass(frozen=True)
+class Poisson(Scheme):
+    """Every example joins every batch with probability `rate`, independently: for independent noise (C of one band).
+
+    >>> Poisson(steps=3900, rate=128 / 50_000).participation.count
+    3900
+    """
+
+    name: ClassVar[str] = "poisson"
+    words: ClassVar[str] = "At every step each example joins the batch at random, independently of all others."
+    best_for_independent_noise: ClassVar[bool] = True
+    groups: ClassVar[int] = 1  # it is cyclic Poisson sampling with one group
+    steps: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", checked_rate(self.rate))
+        super().__post_init__()
+
+    @classmethod
+    def for_run(cls, participation: Participation, bands: int) -> Self:
+        return cls(participation.steps, 1.0 / participation.separation)
+
+    @classmethod
+    def suits(cls, bands: int, separation: int) -> bool:
+        return bands == 1
+
+    @property
+    def separation(self) -> int:
+        return 1
+
+    @property
+    def participation(self) -> Participation:
+        return Participation(self.steps, separation=1)
+
+    @property
+    def fraction(self) -> float:
+        return self.rate
+
+    def batch(self, stream: Batches, step: int) -> Indices:
+        return coin_flips(stream.key, "poisson", step, stream.examples, self.rate)
+
+    def account(self, strategy: Strategy) -> CoinAccountant:
+        if strategy.bands > 1:
+            raise QuellError(
+                f"{strategy!r} has {strategy.bands:,} bands in C, but poisson sampling is priced for independent noise "
+                f"(1 band) only: {instead(strategy)}"
+            )
+        return CoinAccountant.of(strategy, self.groups, self.rate)
+
+
+def instead(strategy: Strategy) -> str:
+    """What can be priced where a strategy has too many bands for the coins."""
+    advice = "use balls_in_bins, which takes any C >= 0"
+    if strategy.bands < strategy.steps:
+        advice += f", or cyclic_poisson with at least {strategy.bands:,} groups"
+    return advice

@@ -1,0 +1,127 @@
+"""What a sampling scheme is: everything that one way of forming batches decides, in one class.
+
+A scheme says who is in the batch of a step, how often one example can take part, which strategies it goes with, which
+accountant prices it, and how to say all that to people. Each scheme is one file of this package and one line in its
+`__init__`; nothing outside asks which scheme it has.
+
+What a scheme cannot do cannot be written down: bins that are drawn again every epoch, for example, are a different
+scheme ("random allocation") whose participations can be two steps apart, and no class here has an option for it.
+
+`adjacency` says which neighbours the guarantee is about. Where every example is placed by its own coins, independently
+of the others, removing one changes nobody else's batches: "add-remove". Where batches are cut by position, an example
+is not removed but replaced by one without a gradient: "zero-out". In both, the number of examples that a run was
+planned for is public and the same for both neighbours: it fixes the bins, the rate and the divisor of sums.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from quell.errors import QuellError, require_finite
+from quell.participation import Participation
+from quell.privacy.accountant import Accountant
+from quell.schemes.randomness import Indices
+from quell.strategy.structure import Strategy
+
+if TYPE_CHECKING:
+    from quell.schemes.batches import Batches
+
+
+class Scheme(ABC):
+    """One way of forming batches, made for one run: a frozen dataclass with `steps` and whatever else it needs."""
+
+    name: ClassVar[str]  # which is API
+    adjacency: ClassVar[str] = "add-remove"
+    words: ClassVar[str]  # how batches are formed, in a sentence for people
+    amplifies: ClassVar[bool] = True  # whether random batches are part of the proof
+    best_for_independent_noise: ClassVar[bool] = False  # nothing amplifies that more
+    takes_any_strategy: ClassVar[bool] = False  # of those with C ≥ 0, whatever their bands
+    drawn: ClassVar[bool] = False  # whether certificates may come from draws
+    per_user: ClassVar[bool] = False  # whether it needs no more than a bound on participations, anybody's
+    equal_sizes: ClassVar[bool] = False  # whether all batches are as large, up to one example
+    unknown: ClassVar[str] = ""  # what to say to somebody who asks for an option that it does not have
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        assert self.participation  # which refuses numbers that do not fit together
+
+    @classmethod
+    @abstractmethod
+    def for_run(cls, participation: Participation, bands: int) -> Self:
+        """The scheme for a run: the same steps and expected batch size, groups as a strategy of so many bands needs."""
+
+    @classmethod
+    def suits(cls, bands: int, separation: int) -> bool:
+        """Whether a search should try it for a strategy of so many bands; asking for it by name is always possible."""
+        return True
+
+    @property
+    @abstractmethod
+    def participation(self) -> Participation:
+        """How often, and how densely, one example can take part."""
+
+    if TYPE_CHECKING:  # a field in some, which must not find a property here
+
+        @property
+        def separation(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def fraction(self) -> float:
+        """The expected share of the examples that a batch holds."""
+
+    @property
+    def breaks_promise(self) -> str | None:
+        """Why batches must not be formed like this although they can be priced; None where they may be."""
+        return None
+
+    @abstractmethod
+    def batch(self, stream: Batches, step: int) -> Indices:
+        """Who takes part in a step."""
+
+    def batches(self, stream: Batches, start: int) -> Iterator[Indices]:
+        """The batches from a step to the end of the run."""
+        return (self.batch(stream, step) for step in range(start, self.steps))
+
+    def for_training(self) -> Scheme:
+        """The scheme as training wants it: the same privacy."""
+        return self
+
+    def of_first(self, steps: int) -> Scheme | None:
+        """The scheme of the first steps alone; None where their privacy is not that of a shorter run."""
+        return None
+
+    @abstractmethod
+    def account(self, strategy: Strategy) -> Accountant:
+        """A new accountant; refused, with the reason, where the scheme does not go with the strategy."""
+
+    def accountant(self, strategy: Strategy) -> Accountant:
+        """The accountant of a strategy under this scheme, made once for all who ask soon."""
+        return _accountant(self, strategy)
+
+
+@lru_cache(maxsize=16)
+def _accountant(scheme: Scheme, strategy: Strategy) -> Accountant:
+    if strategy.steps != scheme.steps:
+        raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {scheme.steps:,}")
+    return scheme.account(strategy)
+
+
+def checked_rate(rate: float) -> float:
+    """The probability of a coin."""
+    if not 0 < require_finite("rate", rate) <= 1:
+        raise QuellError(f"rate={rate:g} must lie between 0 and 1: it is expected batch size / examples")
+    return float(rate)
+
+
+def made_of(kind: type[Scheme], options: dict[str, Any], takes: list[str], required: list[str]) -> Scheme:
+    """A scheme from its options, each of them known and none missing."""
+    if unknown := sorted(set(options) - set(takes)):
+        raise QuellError(f"{kind.name} does not take {', '.join(unknown)}{kind.unknown}; it takes {', '.join(takes)}")
+    if missing := [option for option in required if option not in options]:
+        raise QuellError(f"{kind.name} needs {' and '.join(missing)} as well")
+    return kind(**options)
