@@ -68,7 +68,7 @@ def test_a_time_limit_is_a_share_of_the_step():
 
 def test_noise_must_fit_memory_draws_and_time():
     run = Run.from_data(**SMALL, memory=2, draws=4, time_limit=TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=4.5))
-    fitting = {(b, d) for b in range(8) for d in range(1, 8) if run.fits(SimpleNamespace(buffers=b, draws=d))}
+    fitting = {(b, d) for b in range(8) for d in range(1, 8) if run.limits.fits(SimpleNamespace(buffers=b, draws=d))}
     assert fitting == {(b, d) for b in range(3) for d in range(1, 5) if 1 + b + d - 1 <= 4.5}
     plan = quell.plan(**SMALL, time_limit=TimeLimit(NoiseCost(1.0, 1.0, 1.0), most=3.5))
     copies = [int(found) for found in re.findall(r"Best with (\d+) model cop", plan.explain())]

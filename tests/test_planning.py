@@ -74,7 +74,7 @@ def test_a_plan_prints_as_a_table(plan):
     text = str(plan)
     assert "➤ " in text
     assert "identity (DP-SGD)" in text
-    assert "Promise: (4, 1e-05)-DP per example" in text
+    assert "Promise: (4, 10⁻⁵)-DP per example" in text
 
 
 def test_saved_plans_load_and_verify(plan, saved):

@@ -7,9 +7,9 @@ import pytest
 from enumeration import by_enumeration
 
 import quell
-from quell import questions
 from quell.errors import QuellError
 from quell.participation import Participation
+from quell.planning import questions
 from quell.privacy import gaussian_sigma
 from quell.run import Run
 from quell.schemes import Batches, Cyclic
@@ -47,14 +47,21 @@ def test_a_target_rmse_refuses_another_objective():
 
 
 def test_more_epochs_in_the_same_steps_lower_the_noise_per_example():
-    run = Run.from_data(**{**SMALL, "batch_size": 1, "epochs": 1}, sampling="cyclic")
-    choices = questions.choices_for_steps(100, run)
+    known = {"examples": 1000, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
+    choices = questions.choices_for_steps(100, **known)
     assert [choice.run.epochs for choice in choices][:3] == [1, 2, 4]
     assert all(90 <= choice.run.steps <= 110 for choice in choices)
     noise = [choice.noise_per_example for choice in choices]
     assert noise[1] < noise[0]
     with pytest.raises(QuellError, match="cannot be spent on 1,000 examples"):
-        questions.choices_for_steps(10**7, run)
+        questions.choices_for_steps(10**7, **known)
+
+
+def test_more_examples_than_steps_can_be_planned_for_are_no_obstacle():
+    """A fake run with batches of one example was refused: 200 million steps."""
+    known = {"examples": 200_000_000, "epsilon": 4.0, "delta": 1e-9, "sampling": "cyclic"}
+    choices = questions.choices_for_steps(200, **known)
+    assert choices[0].run.batch_size == 1_000_000
 
 
 def test_changes_are_no_more_than_a_new_plan_would_say():

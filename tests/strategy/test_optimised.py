@@ -58,7 +58,7 @@ def test_the_unsound_matrix_behind_the_printed_number_is_priced_for_what_it_is(t
     unsound = ToeplitzStrategy("unsound", 3900, given_noising=theta)
     pattern = table4.run.participation
     claimed = np.linalg.norm(unsound.matrix()[:, pattern.first_steps()].sum(axis=1))
-    sigma = 0.60023 * error(unsound, table4.workload).rmse
+    sigma = 0.60023 * error(unsound, table4.run.workload).rmse
     assert claimed * sigma < 7.87
     result = sensitivity(unsound, pattern)
     assert result.kind == "upper bound"

@@ -9,7 +9,7 @@ import typer
 
 from quell.errors import QuellError, require_count
 from quell.schemes import SCHEMES
-from quell.strategy import Parameter
+from quell.strategy import FAMILIES, Parameter
 from quell.strategy.family import DIVERGENCE, HORIZON
 
 RUN, OPTIMIZER, GOAL = "The run and its promise", "The optimizer", "The goal"  # panels of --help
@@ -20,6 +20,12 @@ DESIGN = "The mechanism's parameters"
 def option(text: str, *names: str, panel: str | None = None) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
+
+def _takers(parameter: str) -> str:
+    return ", ".join(family.name for family in FAMILIES.values() if parameter in family.takes)
+
+
+_WITH_RULE = ", ".join(family.name for family in FAMILIES.values() if "training" in family.objectives)
 
 Epsilon = Annotated[float, option("Privacy budget epsilon. Smaller is more private; 1 to 10 is common.", panel=RUN)]
 Delta = Annotated[float, option("Privacy parameter delta: at most 1/examples.", panel=RUN)]
@@ -68,13 +74,13 @@ Buffers = Annotated[str | None, option("Buffers of a blt.", panel=DESIGN)]
 Horizon = Annotated[str | None, option("Optimised mechanisms: how many steps back the design looks.", panel=DESIGN)]
 Divergence = Annotated[
     str | None,
-    option("band_inv, band_toeplitz: design for balls-in-bins; 0.3 suits epsilon 2, 3 suits 8.", panel=DESIGN),
+    option(f"{_takers(DIVERGENCE)}: design for random batches; 0.3 suits epsilon 2, 3 suits 8.", panel=DESIGN),
 ]
 Objective = Annotated[
     str | None,
     option(
-        "What an optimised mechanism minimises: rmse (default) or maxse. For lambda_cgd also training: a rule for "
-        "lambda that cancels less (docs/strategies.md).",
+        "What an optimised mechanism minimises: rmse (default) or maxse. "
+        f"For {_WITH_RULE} also training: a rule for lambda that cancels less (docs/strategies.md).",
         panel=DESIGN,
     ),
 ]

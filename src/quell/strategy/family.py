@@ -117,7 +117,7 @@ def shaped(family: Family, space: Space, size: Parameters) -> Iterator[Line]:
     yield [{**shape, HORIZON: horizon} for horizon in space.horizons]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """One strategy family.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from quell.strategy.family import DIVERGENCE, HORIZON, LEAST_DIVERGENCE, MOST_DI
 from quell.strategy.structure import Parameter, Strategy, ToeplitzStrategy
 from quell.workload import Workload, forgetting, sgd
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         identity.IDENTITY,

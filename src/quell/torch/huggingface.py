@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quell.errors import QuellError
+from quell.schemes import FIXED
 from quell.torch.loader import PlannedLoader
 from quell.torch.private import make_private
 from quell.torch.report import PrivacyReport
@@ -111,12 +112,13 @@ class PrivateTrainer(Trainer):
             "Trainer on several devices is not supported: set CUDA_VISIBLE_DEVICES to one, or write your own loop with "
             "make_private, which supports DDP and FSDP2": several,
             "physical_batch_size and fixed_shape split batches of random size into more or fewer parts; Trainer has "
-            "to know how many: leave them out, plan with sampling='cyclic', or write your own loop with make_private": (
+            f"to know how many: leave them out, plan with sampling={FIXED.name!r}, or write your own loop with "
+            "make_private": (
                 self.plan.mechanism.scheme.amplifies
                 and bool(self._private.get("physical_batch_size") or self._private.get("fixed_shape"))
             ),
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} must be 1: batches are the plan's; for "
-            "less memory turn gradient_checkpointing on, or plan with sampling='cyclic' and pass "
+            f"less memory turn gradient_checkpointing on, or plan with sampling={FIXED.name!r} and pass "
             "private={'physical_batch_size': 8}": args.gradient_accumulation_steps != 1,
             "fp16 scales the loss, and with it what clipping sees: use bf16": args.fp16,
             f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass num_train_epochs={epochs}, "

@@ -199,8 +199,8 @@ def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
             return row
     names = ", ".join(dict.fromkeys(row.name for row in offered)) or "none"
     raise QuellError(
-        f"the plan has certified no mechanism {mechanism!r}, only {names}: pass one that you price for it, such as "
-        "mechanism=plan.price('bisr', bands=4)"
+        f"the plan has certified no mechanism {mechanism!r}, only {names}: pass one that you price for it, as with "
+        "mechanism=plan.price(name, bands=4)"
     )
 
 
