@@ -190,7 +190,8 @@ def test_help_shows_examples_and_every_command():
             "a target RMSE minimises the rmse, not the objective training",
         ),
         (["verify", "/nowhere/plan.json"], "cannot read the plan"),
-        ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write the plot"),
+        ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png: there is no folder"),
+        ([*PLAN, "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
     ],
 )
 def test_bad_requests_are_named(arguments, message):
