@@ -61,7 +61,7 @@ class Optimizer:
             )
         if not isinstance(self.adaptive, bool):
             raise QuellError(
-                f"adaptive={short(self.adaptive)} must be True or False: does the optimizer rescale gradients, as Adam does?"
+                f"adaptive={short(self.adaptive)} must be True or False: is it an optimizer like Adam?"
             )
         if self.learning_rates is not None and not isinstance(self.learning_rates, str):
             try:
