@@ -60,9 +60,7 @@ class Optimizer:
                 f"1 - lr*{self.weight_decay:g}"
             )
         if not isinstance(self.adaptive, bool):
-            raise QuellError(
-                f"adaptive={short(self.adaptive)} must be True or False: is it an optimizer like Adam?"
-            )
+            raise QuellError(f"adaptive={short(self.adaptive)} must be True or False: is it an optimizer like Adam?")
         if self.learning_rates is not None and not isinstance(self.learning_rates, str):
             try:
                 rates = tuple(float(rate) for rate in self.learning_rates)

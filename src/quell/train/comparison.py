@@ -1,7 +1,7 @@
 """Train the same model without privacy, with DP-SGD and as planned, each at its best of the same learning rates.
 
 Learning rates are chosen on examples held out from training. The reported accuracies come from other test examples.
-DP-SGD gets the accounting that is best for it: Poisson sampling, unless the run allows fixed batches only.
+DP-SGD uses the allowed sampling scheme with which it needs the least noise, as everywhere else.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def arms_of(plan: Plan) -> list[Arm]:
 
 
 def dpsgd(plan: Plan) -> Mechanism:
-    """Independent noise for the same promise: with Poisson batches, unless only fixed ones are allowed."""
+    """DP-SGD with the same promise, certified, under the scheme by which the plan compares it."""
     about = plan.prices.dpsgd
     return plan.prices.certify(about.strategy, about.scheme, near=about.noise_multiplier)
 
