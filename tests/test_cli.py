@@ -50,21 +50,22 @@ def fresh_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_price_speaks_json():
-    row = json.loads(quell("price", "bisr", "--bands", "16", *RUN, "--json"))
-    assert row["mechanism"] == "bisr"
-    assert row["bands"] == 16
-    assert row["separation"] == 390
-    assert row["rmse"] == pytest.approx(17.95, rel=1e-3)
+    content = json.loads(quell("price", "bisr", "--bands", "16", *RUN, "--json"))
+    (row,) = content["mechanisms"]
+    assert row["family"] == "bisr"
+    assert row["parameters"]["bands"] == 16
+    assert content["run"]["separation"] == 390
+    assert row["error"]["rmse"] == pytest.approx(17.95, rel=1e-3)
     assert row["guarantee"]["adjacency"] == "zero-out"
 
 
 def test_left_over_steps_allow_one_more_participation():
     run = ["--steps", "781", "--epochs", "10", "--epsilon", "9", "--delta", "1e-5", "--momentum", "0.9"]
-    row = json.loads(quell("price", "bsr", "--bands", "4", *run, "--weight-decay", "0.9999", "--json"))
-    assert (row["separation"], row["participations"]) == (78, 11)
-    assert round(row["noise_multiplier"], 1) == 3.3
+    content = json.loads(quell("price", "bsr", "--bands", "4", *run, "--weight-decay", "0.9999", "--json"))
+    assert (content["run"]["separation"], content["run"]["participations"]) == (78, 11)
+    assert round(content["mechanisms"][0]["noise"]["multiplier"], 1) == 3.3
     wider = json.loads(quell("price", "identity", *run, "--separation", "80", "--json"))
-    assert (wider["separation"], wider["participations"]) == (80, 10)
+    assert (wider["run"]["separation"], wider["run"]["participations"]) == (80, 10)
 
 
 def test_price_prints_a_table_and_a_promise():
@@ -100,26 +101,28 @@ def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
     rows = list(csv.DictReader(io.StringIO(quell("compare", "bisr", "--bands", "2:8:4", *RUN, "--csv"))))
     assert [row["bands"] for row in rows] == ["2", "4", "6", "8"]
     swept = json.loads(quell("compare", "fractional", "--bands", "4", "--gamma", "0.5,0.75", *RUN, "--json"))
-    assert [row["gamma"] for row in swept] == [0.5, 0.75]
+    assert [row["parameters"]["gamma"] for row in swept["mechanisms"]] == [0.5, 0.75]
 
 
 def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
-    monkeypatch.setattr(plan.questions, "plan_for_rmse", lambda run, target, progress: planning.make_plan(run))
+    monkeypatch.setattr(plan, "plan_for_rmse", lambda run, target, progress: planning.make_plan(run))
     for more in ([], ["--objective", "rmse"]):
-        assert json.loads(quell(*PLAN, "--target-rmse", "9", *more, "--json"))["setup"]["objective"] == "rmse"
-    assert json.loads(quell(*PLAN, "--json"))["setup"]["objective"] == "training"
+        assert json.loads(quell(*PLAN, "--target-rmse", "9", *more, "--json"))["run"]["objective"] == "rmse"
+    assert json.loads(quell(*PLAN, "--json"))["run"]["objective"] == "training"
 
 
 def test_compare_sweeps_divergences():
     swept = json.loads(quell("compare", "band_inv", "--bands", "4", "--divergence", "0.5,5", *RUN, "--json"))
-    assert [row["divergence"] for row in swept] == [0.5, 5.0]
-    assert swept[-1] == json.loads(quell("price", "band_inv", "--bands", "4", "--divergence", "5", *RUN, "--json"))
+    assert [row["parameters"]["divergence"] for row in swept["mechanisms"]] == [0.5, 5.0]
+    alone = json.loads(quell("price", "band_inv", "--bands", "4", "--divergence", "5", *RUN, "--json"))
+    assert swept["mechanisms"][-1:] == alone["mechanisms"]
 
 
 def test_compare_sweeps_horizons():
     swept = json.loads(quell("compare", "blt", "--buffers", "1", "--horizon", "50:97:3", *RUN, "--json"))
-    assert [row["horizon"] for row in swept] == [50, 74, 97]
-    assert swept[-1] == json.loads(quell("price", "blt", "--buffers", "1", "--horizon", "97", *RUN, "--json"))
+    assert [row["parameters"]["horizon"] for row in swept["mechanisms"]] == [50, 74, 97]
+    alone = json.loads(quell("price", "blt", "--buffers", "1", "--horizon", "97", *RUN, "--json"))
+    assert swept["mechanisms"][-1:] == alone["mechanisms"]
 
 
 def test_json_has_the_documented_keys(tmp_path, monkeypatch):
@@ -134,12 +137,25 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
         ["blt", "--buffers", "1", "--horizon", "97"],
         ["band_inv", "--bands", "2", "--divergence", "3"],
     ]
-    (promised,) = documented.in_tables("price")
-    assert promised == {key for arguments in prices for key in printed("price", *arguments, *RUN)}
-    (line,) = [line for line in documented.section("price").splitlines() if line.startswith("| `guarantee`")]
-    assert documented.quoted(line.split("|")[2]) == printed("price", "identity", *RUN)["guarantee"].keys()
+    top, run, row = documented.in_tables("price")
+    outputs = [printed("price", *arguments, *RUN) for arguments in prices]
     path = tmp_path / "plan.json"
-    assert documented.in_tables("plan") == [printed(*PLAN, "--save", str(path)).keys()]
+    plans = [printed(*PLAN, "--save", str(path)), printed(*PLAN, "--participations", "3")]
+    assert all(top == output.keys() for output in outputs)
+    assert run == {key for output in (*outputs, *plans) for key in output["run"]}
+    rows = [row for output in (*outputs, *plans) for row in output["mechanisms"]]
+    assert row == {key for each in rows for key in each}
+    lines = {
+        line.split("|")[1].strip(" `"): line.split("|")[2]
+        for line in documented.section("price").splitlines()
+        if "|" in line
+    }
+    for part in ("parameters", "noise", "error", "guarantee"):
+        assert {key for each in rows for key in each[part]} <= documented.quoted(lines[part])
+    for part in ("promise", "optimizer", "limits"):
+        assert plans[0]["run"][part].keys() <= documented.quoted(lines[part])
+    assert plans[0]["yardsticks"].keys() <= documented.quoted(lines["yardsticks"])
+    assert [keys | top for keys in documented.in_tables("plan")] == [plans[0].keys()]
     checked = printed("verify", str(path))
     assert documented.quoted(documented.section("verify")) == checked.keys() | checked["checks"][0].keys()
     assert documented.quoted(documented.section("mechanisms")) == printed("mechanisms")[0].keys()
@@ -242,9 +258,10 @@ def test_a_decay_rate_is_not_a_decay_factor():
 
 def test_one_band_is_independent_noise():
     for name in ("bsr", "band_toeplitz", "band_inv", "band"):
-        row = json.loads(quell("price", name, "--bands", "1", *RUN, "--json"))
-        assert (row["buffers"], row["draws"]) == (0, 1)
-        assert row["rmse"] == pytest.approx(row["dpsgd_rmse"], rel=1e-9)
+        content = json.loads(quell("price", name, "--bands", "1", *RUN, "--json"))
+        (row,) = content["mechanisms"]
+        assert (row["noise"]["buffers"], row["noise"]["draws"]) == (0, 1)
+        assert row["error"]["rmse"] == pytest.approx(content["yardsticks"]["dpsgd_rmse"], rel=1e-9)
 
 
 def test_the_readmes_rooms_are_reachable():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quell import curves, privacy, workload
+from quell import privacy, workload
 from quell.participation import Participation
-from quell.planning import Prices
+from quell.planning import Prices, curves
 from quell.run import Run
 from quell.strategy import build
 
