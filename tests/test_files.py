@@ -8,9 +8,10 @@ from contextlib import suppress
 import pytest
 
 import quell
-from quell import cache, costs, files, planning
+from quell import cache, costs, files
 from quell.errors import QuellError
 from quell.noise import Key
+from quell.planning import file as plan_file
 from quell.train import data
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes and devices by name")
@@ -54,10 +55,10 @@ def test_folders_are_refused(reader, tmp_path):
 def test_a_file_that_is_too_long_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "long.json"
     with path.open("wb") as file:
-        file.truncate(planning.MOST_BYTES + 1)  # takes no room on the disk
+        file.truncate(plan_file.MOST_BYTES + 1)  # takes no room on the disk
     with pytest.raises(QuellError, match="has more than the 134,217,728 bytes"):
         quell.verify(path)
-    assert files.read(path, planning.MOST_BYTES + 1)[:1] == b"\0"
+    assert files.read(path, plan_file.MOST_BYTES + 1)[:1] == b"\0"
 
 
 def test_what_a_file_grows_by_while_it_is_read_counts():

@@ -284,6 +284,8 @@ class Run:
         limits = {} if self.examples is None else {"limits": asdict(self.limits)}
         for name in ("epsilon", "delta", *vars(self.limits)):
             asked.pop(name, None)
+        if self.examples is None:
+            asked["participations"] = self.participation.count
         return {**asked, "promise": promise, "optimizer": optimizer, **limits}
 
     @property
