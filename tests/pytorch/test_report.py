@@ -10,10 +10,10 @@ import torch
 from enumeration import by_enumeration
 
 import quell
+from quell.adapters.report import leading_block
 from quell.participation import Participation
 from quell.privacy import gaussian_epsilon
 from quell.torch import make_private
-from quell.torch.report import leading_block
 
 from .conftest import MECHANISMS, small_plan, unpriced_poisson_plan
 from .training import examples, network, seeded, train

@@ -11,7 +11,7 @@ recover its 64-bit key.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,13 +77,14 @@ def chacha_block(rounds: int, key: Words, counter: tuple[Words, Words, Words, Wo
     x = list(start)
     for _ in range(rounds // 2):
         for a in range(4):
-            _quarter_round(x, a, a + 4, a + 8, a + 12)
+            quarter_round(x, a, a + 4, a + 8, a + 12)
         for a in range(4):
-            _quarter_round(x, a, (a + 1) % 4 + 4, (a + 2) % 4 + 8, (a + 3) % 4 + 12)
+            quarter_round(x, a, (a + 1) % 4 + 4, (a + 2) % 4 + 8, (a + 3) % 4 + 12)
     return np.stack([end + begin for end, begin in zip(x, start, strict=True)])
 
 
-def _quarter_round(x: list[Words], a: int, b: int, c: int, d: int) -> None:
+def quarter_round(x: list[Any], a: int, b: int, c: int, d: int) -> None:
+    """On entries of x, which are words or arrays of them, NumPy's or JAX's."""
     for first, second, third, turn in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
         x[first] = x[first] + x[second]
         mixed = x[third] ^ x[first]

@@ -134,7 +134,7 @@ class NoiseStream:
     @property
     def _run(self) -> str:
         """What a ledger belongs to, beside the key."""
-        return f"{self.spec.fingerprint} {self.generator}"
+        return self.spec.made_by(self.generator)
 
     @property
     def _unwitnessed(self) -> bool:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from quell.errors import QuellError
-from quell.privacy import certify
-from quell.schemes import Batches, Scheme
+from quell.schemes import Batches
 from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
 
@@ -225,12 +224,3 @@ _SMALLER_PARTS = (
     "A batch is one step's: for batches too large for the memory pass physical_batch_size= to make_private instead of "
     "accumulating over batches."
 )
-
-
-def scheme_of(plan: Plan, mechanism: Mechanism) -> Scheme:
-    """The sampling scheme that the mechanism's guarantee is about; refused where it does not hold under the plan's."""
-    promised = mechanism.guarantee
-    scheme = plan.prices.scheme_of(mechanism)
-    if all(mechanism is not row for row in plan.mechanisms):  # priced elsewhere, perhaps for fewer participations
-        certify(mechanism.strategy, scheme, mechanism.noise_multiplier, promised.epsilon, promised.delta)
-    return scheme.for_training()
