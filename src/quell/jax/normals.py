@@ -39,10 +39,9 @@ def normals(source: Source, step: Array, tensor: Array, tile: Array) -> Array:
 
     def refine(state: tuple[Array, Array]) -> tuple[Array, Array]:
         z, rare = state
-        (place,) = jnp.nonzero(rare, size=min(AT_ONCE, len(tile)), fill_value=len(tile))
-        second = _words(source, step, *(values.at[place].get(mode="clip") for values in (tensor, tile)), REFINE)
-        finer = _paired(drawn.at[:, place].get(mode="clip"), second, source.zero)
-        return z.at[place].set(finer, mode="drop"), rare.at[place].set(False, mode="drop")
+        place = lax.top_k(rare.astype(f32), min(AT_ONCE, len(tile)))[1]  # those that are not rare stay as they are
+        second = _words(source, step, tensor[place], tile[place], REFINE)
+        return z.at[place].set(_paired(drawn[:, place], second, source.zero)), rare.at[place].set(False)
 
     made: Array = lax.while_loop(lambda state: jnp.any(state[1]), refine, (z, rare))[0]
     return made
@@ -67,11 +66,15 @@ def _chacha(rounds: int, key: Array, counter: Array) -> Array:
     constants = jnp.asarray(generators.CHACHA_CONSTANTS, u32)
     start = [jnp.broadcast_to(row[:, None, None], counter.shape) for row in (constants, key[:4], key[4:])] + [counter]
 
+    def quarter_rounds(x: list[Array]) -> list[Array]:
+        for places in generators.QUARTER_ROUND:
+            generators.mix(x, *places)
+            x = list(lax.optimization_barrier(x))  # else XLA computes every row from the first one on, again and again
+        return x
+
     def double_round(_: Any, rows: list[Array]) -> list[Array]:
-        x = list(rows)
-        generators.quarter_round(x, 0, 1, 2, 3)
-        x = [jnp.roll(row, -turn, axis=0) for turn, row in enumerate(x)]  # diagonals become columns
-        generators.quarter_round(x, 0, 1, 2, 3)
+        x = quarter_rounds(list(rows))
+        x = quarter_rounds([jnp.roll(row, -turn, axis=0) for turn, row in enumerate(x)])  # diagonals become columns
         return [jnp.roll(row, turn, axis=0) for turn, row in enumerate(x)]
 
     end = lax.fori_loop(0, rounds // 2, double_round, start)

@@ -156,7 +156,10 @@ class Cover:
         left, within = (numbers - before[tensor]) // of, (numbers - before[tensor]) % of
         start = bases[tensor]
         for i in range(self._depth):  # the box's place along its dimensions, the last of them first
-            held = [(b.where.local[b.level - 1 - i], b.where.strides[b.level - 1 - i]) if i < b.level else (1, 0) for b in self.boxes]
+            held = [
+                (b.where.local[b.level - 1 - i], b.where.strides[b.level - 1 - i]) if i < b.level else (1, 0)
+                for b in self.boxes
+            ]
             size = self._table([size for size, _ in held])[tensor]
             start = start + left % size * self._table([stride for _, stride in held])[tensor]
             left = left // size
