@@ -48,10 +48,10 @@ def clipped_grad(loss: Callable[..., Any], max_grad_norm: float, *, micro_batch:
     bound, rows = require_clip_norm(max_grad_norm), require_count("micro_batch", micro_batch)
 
     def sums(params: Any, batch: tuple[Any, ...], mask: Array | None = None) -> Any:
-        sizes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree_util.tree_leaves(batch)}
-        if not isinstance(batch, tuple) or len(sizes) != 1 or None in sizes:
+        shapes = {leaf.shape[:1] for leaf in jax.tree_util.tree_leaves(batch)}
+        if not isinstance(batch, tuple) or len(shapes) != 1 or shapes == {()}:
             raise QuellError("batch must be a tuple of arrays, or trees of them, that all have one row per unit")
-        (count,) = sizes
+        count = int(shapes.pop()[0])
         counts = jnp.ones(count, bool) if mask is None else jnp.asarray(mask, bool)
         if counts.shape != (count,):
             raise QuellError(f"mask has shape {counts.shape}, but the batch has {count:,} rows: one entry for each")

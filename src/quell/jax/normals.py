@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from quell.noise import generators, normal
-from quell.noise.layout import DRAW, LANES, REFINE, chacha_rounds
-
-AT_ONCE = 32  # tiles whose second words are drawn together; few tiles need any
+from quell.noise.layout import DRAW, LANES, REFINE, WORDS, chacha_rounds
 
 u32, f32 = jnp.uint32, jnp.float32
 
@@ -32,19 +30,24 @@ class Source(NamedTuple):
 
 
 def normals(source: Source, step: Array, tensor: Array, tile: Array) -> Array:
-    """(tiles, W, LANES) the normals of these tiles of these tensors at one step, in the order of elements."""
-    drawn = _words(source, step, tensor, tile, DRAW)
-    z = _paired(drawn, None, source.zero)
-    rare = jnp.min(drawn[0::2], axis=(0, 2)) < u32(normal.REFINE_BELOW)
+    """(tiles, W, LANES) the normals of these tiles of these tensors at one step, in the order of elements.
 
-    def refine(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        z, rare = state
-        place = lax.top_k(rare.astype(f32), min(AT_ONCE, len(tile)))[1]  # those that are not rare stay as they are
-        second = _words(source, step, tensor[place], tile[place], REFINE)
-        return z.at[place].set(_paired(drawn[:, place], second, source.zero)), rare.at[place].set(False)
+    Second radius words are drawn only if one of the first ones needs them.
+    """
 
-    made: Array = lax.while_loop(lambda state: jnp.any(state[1]), refine, (z, rare))[0]
-    return made
+    def draw(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        purpose, drawn, _ = state
+        words = _words(source, step, tensor, tile, purpose)
+        return purpose + 1, jnp.where(purpose == DRAW, words, drawn), words
+
+    def wanted(state: tuple[Array, Array, Array]) -> Array:
+        purpose, drawn, _ = state
+        return (purpose == DRAW) | ((purpose == REFINE) & jnp.any(drawn[0::2] < u32(normal.REFINE_BELOW)))
+
+    nothing = jnp.zeros((WORDS[source.generator], len(tile), LANES), u32)
+    _, words, second = lax.while_loop(wanted, draw, (u32(DRAW), nothing, nothing))
+    made = jnp.stack(_pair(words[0::2], words[1::2], second[0::2], source.zero), axis=1)
+    return jnp.moveaxis(made.reshape(words.shape), 0, 1)
 
 
 def apart(product: Array, zero: Array) -> Array:
@@ -52,10 +55,10 @@ def apart(product: Array, zero: Array) -> Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(product, u32) ^ zero, f32)
 
 
-def _words(source: Source, step: Array, tensor: Array, tile: Array, purpose: int) -> Array:
+def _words(source: Source, step: Array, tensor: Array, tile: Array, purpose: Array) -> Array:
     """(W, tiles, LANES) the words of the blocks of these tiles. A tensor's block numbers fit 32 bits here."""
     block = tile[:, None] * u32(LANES) + jnp.arange(LANES, dtype=u32)
-    counter = [block, u32(purpose << 16), step.astype(u32), tensor.astype(u32)[:, None]]
+    counter = [block, purpose << 16, step.astype(u32), tensor.astype(u32)[:, None]]
     c = [jnp.broadcast_to(word, block.shape) for word in counter]
     rounds = chacha_rounds(source.generator)
     return _chacha(rounds, source.keys[0], jnp.stack(c)) if rounds else _philox(source.keys[tensor], c)
@@ -101,19 +104,12 @@ def _product(x: Array, factor: int) -> tuple[Array, Array]:
     return x * u32(factor), high * f_high + (cross >> 16) + (other >> 16) + (carried >> 16)
 
 
-def _paired(words: Array, second: Array | None, zero: Array) -> Array:
-    """(tiles, W, LANES) words to normals; with `second`, the rare radius words get their second one."""
-    made = jnp.stack(_pair(words[0::2], words[1::2], None if second is None else second[0::2], zero), axis=1)
-    return jnp.moveaxis(made.reshape(words.shape), 0, 1)
-
-
-def _pair(w: Array, angle: Array, refinement: Array | None, zero: Array) -> tuple[Array, Array]:
+def _pair(w: Array, angle: Array, refinement: Array, zero: Array) -> tuple[Array, Array]:
     """`quell.noise.normal.pairs`, operation by operation."""
     near_one = w >= u32(normal.NEAR_ONE)
     value = jnp.where(near_one, ~w, w).astype(f32) + f32(0.5)
-    if refinement is not None:
-        finer = (refinement.astype(f32) + f32(0.5)) * f32(2.0**-32) + w.astype(f32)
-        value = jnp.where(w < u32(normal.REFINE_BELOW), finer, value)
+    finer = (refinement.astype(f32) + f32(0.5)) * f32(2.0**-32) + w.astype(f32)
+    value = jnp.where(w < u32(normal.REFINE_BELOW), finer, value)
     offset = lax.bitcast_convert_type(value, jnp.int32) - jnp.int32(normal.ROOT_HALF_BITS)
     exponent = ((offset >> 23) - 32).astype(f32)
     bits = (offset & jnp.int32(normal.MANTISSA)) + jnp.int32(normal.ROOT_HALF_BITS)

@@ -55,7 +55,7 @@ class NoiseState(NamedTuple):
     buffers: tuple[Array, ...]  # (count, *shape) for each parameter; count may be 0
 
 
-class Private(optax.GradientTransformation):  # type: ignore[misc]
+class Private(optax.GradientTransformation):
     """What `privatize` returns: `init` and `update`, as optax has them, with the key, the report and `close`."""
 
     host: Host
@@ -136,9 +136,7 @@ def privatize(
     require_generator(generator)
     chosen = select(plan, mechanism)
     planned: Any = plan if hasattr(plan, "mechanisms") else None
-    norm = None if isinstance(plan, NoiseSpec) else require_clip_norm(1.0 if max_grad_norm is None else max_grad_norm)
-    if norm is not None and max_grad_norm is None:
-        raise QuellError("max_grad_norm is missing: it is what per-example gradients are clipped to")
+    norm = max_grad_norm if max_grad_norm is None else require_clip_norm(max_grad_norm)
     if (planned is None) == (expected_batch_size is None):
         raise QuellError("expected_batch_size is the plan's own: give it if, and only if, you pass no plan")
     if planned is not None and planned.run.examples is None:
@@ -146,8 +144,8 @@ def privatize(
     scheme = None if planned is None else scheme_of(planned, chosen)
     secret, path = opened(key, seed, ledger)
     batches = None if scheme is None else Batches(scheme, planned.run.examples, secret.derive("quell batches"))
-    expected = expected_batch_size if batches is None else batches.expected_size
-    spec = NoiseSpec.of(chosen, norm if norm is not None else max_grad_norm)
+    expected = batches.expected_size if batches is not None else expected_batch_size or 0.0
+    spec = NoiseSpec.of(chosen, norm)
     host = Host(spec, params, secret, generator, require_finite("expected_batch_size", expected), path)
     host.mechanism, host.batches, host.max_grad_norm = chosen, batches, float(norm or 0.0)
     return Private.of(host)
@@ -203,6 +201,7 @@ class Host:
             raise
         self._witness = None if kept is None else Fingerprint(key, shards, None)
         self._begun = False
+        self._compiled = jax.jit(partial(self._update, ()))  # callbacks and shard_map want a traced program
         self.mechanism: Any = None
         self.batches: Batches | None = None
         self.max_grad_norm = 0.0
@@ -221,7 +220,8 @@ class Host:
         manual = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
         if manual:
             return self._update(manual, updates, state)
-        return jax.jit(partial(self._update, ()))(updates, state)  # callbacks and shard_map want a traced program
+        means, after = self._compiled(updates, state)
+        return means, after
 
     def _update(self, manual: tuple[str, ...], updates: Any, state: NoiseState) -> tuple[Any, NoiseState]:
         needed = {axis for where in self._slices for axes in where.axes for axis in axes}
@@ -254,6 +254,7 @@ class Host:
         return jax.tree_util.tree_unflatten(self._tree, means), after
 
     def _leaves(self, tree: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        leaves: list[Any]
         leaves, structure = jax.tree_util.tree_flatten(tree)
         if structure != self._tree:
             raise QuellError(
@@ -323,7 +324,7 @@ def _gathered(total: Array, where: Slice) -> Array:
 
 def _platform(leaves: Sequence[Any]) -> str:
     sharding = getattr(leaves[0], "sharding", None)
-    return jax.default_backend() if sharding is None else next(iter(sharding.device_set)).platform
+    return str(jax.default_backend() if sharding is None else next(iter(sharding.device_set)).platform)
 
 
 def _states(state: Any) -> list[NoiseState]:
