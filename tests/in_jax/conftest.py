@@ -1,0 +1,49 @@
+"""Keys, plans and trees of parameters for the tests of `quell.jax`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import quell
+from quell.noise import Key
+from quell.planning import Plan
+
+SHAPES: dict[str, tuple[tuple[int, ...], Any]] = {  # and how they are sharded over ("x", "y")
+    "rows": ((16, 96), P("x", None)),
+    "runs of 8": ((24, 64), P(None, ("x", "y"))),
+    "both": ((8, 12, 34), P("y", "x", None)),
+    "aligned": ((8192,), P("x")),
+    "whole": ((701,), P()),
+    "scalar": ((), P()),
+    "nothing": ((0, 4), P()),
+}
+
+
+def tree(mesh: Any, fill: Callable[[tuple[int, ...]], Any] = np.zeros) -> dict[str, Any]:
+    """Arrays of all `SHAPES`, sharded over the mesh if there is one."""
+    made = {name: np.asarray(fill(shape), np.float32) for name, (shape, _) in SHAPES.items()}
+    if mesh is None:
+        return {name: jax.numpy.asarray(value) for name, value in made.items()}
+    return {name: jax.device_put(value, NamedSharding(mesh, SHAPES[name][1])) for name, value in made.items()}
+
+
+def seeded(number: int) -> Key:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Key.from_seed(number)
+
+
+@pytest.fixture(scope="package")
+def plan() -> Plan:
+    return quell.plan(examples=60, batch_size=12, epochs=2, epsilon=8, delta=1e-3, sampling="cyclic", memory=0)
