@@ -30,12 +30,15 @@ SHAPES: dict[str, tuple[tuple[int, ...], Any]] = {  # and how they are sharded o
 }
 
 
+def arrays(fill: Callable[[tuple[int, ...]], Any] = np.zeros) -> dict[str, Any]:
+    return {name: np.array(fill(shape), np.float32) for name, (shape, _) in SHAPES.items()}
+
+
 def tree(mesh: Any, fill: Callable[[tuple[int, ...]], Any] = np.zeros) -> dict[str, Any]:
     """Arrays of all `SHAPES`, sharded over the mesh if there is one."""
-    made = {name: np.asarray(fill(shape), np.float32) for name, (shape, _) in SHAPES.items()}
     if mesh is None:
-        return {name: jax.numpy.asarray(value) for name, value in made.items()}
-    return {name: jax.device_put(value, NamedSharding(mesh, SHAPES[name][1])) for name, value in made.items()}
+        return jax.device_put(arrays(fill))
+    return jax.device_put(arrays(fill), {name: NamedSharding(mesh, spec) for name, (_, spec) in SHAPES.items()})
 
 
 def seeded(number: int) -> Key:

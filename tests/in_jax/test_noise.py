@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .conftest import SHAPES, seeded, tree
+from .conftest import SHAPES, arrays, seeded, tree
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -43,8 +43,8 @@ def reference(case: str, generator: str, steps: int) -> list[dict[str, Any]]:
     stream = NoiseStream(cases.spec(case), [SHAPES[n][0] for n in names], key=seeded(7), generator=generator)
     found = []
     for step in range(steps):
-        whole = tree(None, sums_of(step))
-        summed = [np.array(whole[name]) for name in names]
+        whole = arrays(sums_of(step))
+        summed = [whole[name] for name in names]
         stream.add_(summed)
         found.append({n: total / np.float32(EXPECTED) for n, total in zip(names, summed, strict=True)})
     return found
@@ -52,13 +52,14 @@ def reference(case: str, generator: str, steps: int) -> list[dict[str, Any]]:
 
 def differing(case: str, generator: str, where: Any, steps: int) -> int:
     """In how many elements a jitted run differs from the reference, in any bit."""
-    private = privatize(cases.spec(case), tree(where), expected_batch_size=EXPECTED, key=seeded(7), generator=generator)
-    update, state = jax.jit(private.update, donate_argnums=1), private.init(tree(where))
+    params = tree(where)
+    private = privatize(cases.spec(case), params, expected_batch_size=EXPECTED, key=seeded(7), generator=generator)
+    update, state = jax.jit(private.update, donate_argnums=1), private.init(params)
     count = 0
     for step, expected in enumerate(reference(case, generator, steps)):
         means, state = update(tree(where, sums_of(step)), state)
         for name, value in means.items():
-            assert where is None or value.sharding.is_equivalent_to(tree(where)[name].sharding, value.ndim)
+            assert value.sharding.is_equivalent_to(params[name].sharding, value.ndim)
             count += int(np.sum(np.asarray(value).view(np.uint32) != expected[name].view(np.uint32)))
     check(state)
     return count
@@ -94,24 +95,22 @@ def test_fewer_devices_make_the_same_bits(sizes: tuple[int, ...], recurrence: st
     assert differing(RECURRENCES[recurrence], generator, mesh(*sizes), steps=3) == 0
 
 
-def test_a_wrong_place_or_product_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_place_or_grid_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(slices.Slice, "base", lambda self, coordinate: jnp.zeros((), jnp.uint32))
         assert differing("independent", "philox", mesh(2, 1), steps=1) > 1000
-    with monkeypatch.context() as patch:
-        patch.setattr(rows, "apart", lambda product, zero: product)  # LLVM then makes one fma of scale and sum
+    with monkeypatch.context() as patch:  # releases that are not rounded to their grid
         patch.setattr(rows, "_released", lambda total, noise, row, zero: total + noise * row.scale)
         assert differing("independent", "philox", None, steps=1) > 1000
 
 
-@pytest.mark.parametrize("generator", ["chacha20", "philox"])
-def test_normals_of_rare_radius_words_and_far_blocks(generator: str) -> None:
-    """2²⁴ words have a few below 2¹², whose radius takes a second word."""
-    key, per = seeded(5), WORDS[generator]
-    blocks = np.arange(2**24 // per, dtype=np.uint64)
-    drawn = generators.words(generator, key, 3, 1, blocks, DRAW)[0::2]
-    rare = np.unique(np.flatnonzero((drawn < REFINE_BELOW).any(axis=0)) // LANES)
-    assert 0 < len(rare) < 50
+@pytest.mark.parametrize(("generator", "rare"), [("chacha20", [4851, 29853]), ("philox", [13609, 121104])])
+def test_normals_of_rare_radius_words_and_far_blocks(generator: str, rare: list[int]) -> None:
+    """These tiles have a radius word below 2¹², which takes a second word."""
+    key = seeded(5)
+    for tile in rare:
+        blocks = np.arange(tile * LANES, (tile + 1) * LANES, dtype=np.uint64)
+        assert generators.words(generator, key, 3, 1, blocks, DRAW)[0::2].min() < REFINE_BELOW
     size = tile_size(generator)
     tiles = np.array([*rare, 0, 2**32 // size - 1], np.uint32)
     keys = np.stack([generators.key_words(generator, key, number) for number in (0, 1)])
@@ -128,7 +127,7 @@ def test_normals_of_rare_radius_words_and_far_blocks(generator: str) -> None:
 
 def test_many_pieces_make_the_bits_of_one() -> None:
     """A tensor of several loops' length, against the compiled CPU path."""
-    shape = (1000, 301)
+    shape = (500, 301)
     private = privatize(
         cases.spec("lambda_cgd"), jnp.zeros(shape), expected_batch_size=1.0, key=seeded(2), generator="chacha20"
     )
