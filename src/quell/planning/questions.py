@@ -48,7 +48,9 @@ class Answers:
     dpsgd_is_estimated: bool  # without amplification estimates are exact
     equivalent_epsilon: float  # the ε that DP-SGD would need for the recommended mechanism's RMSE
     lower_bound: float
-    frontier: tuple[Mechanism, ...]  # the best by the plan's objective for so much memory, within the other limits
+    frontier: tuple[
+        Mechanism, ...
+    ]  # the best for each amount of memory, by the plan's objective, within the other limits
     rmse_frontier: tuple[Mechanism, ...]  # of all alternatives, by RMSE
     changes: tuple[Change, ...]
 
