@@ -49,23 +49,26 @@ def fresh_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "quell", *arguments], capture_output=True, text=True, timeout=120)
 
 
+def rows(*arguments: str) -> list[dict]:
+    return json.loads(quell(*arguments, "--json"))["mechanisms"]
+
+
 def test_price_speaks_json():
-    content = json.loads(quell("price", "bisr", "--bands", "16", *RUN, "--json"))
-    (row,) = content["mechanisms"]
-    assert row["family"] == "bisr"
-    assert row["parameters"]["bands"] == 16
-    assert content["run"]["separation"] == 390
+    found = json.loads(quell("price", "bisr", "--bands", "16", *RUN, "--json"))
+    (row,) = found["mechanisms"]
+    assert (row["family"], row["parameters"]["bands"]) == ("bisr", 16)
+    assert found["run"]["separation"] == 390
     assert row["error"]["rmse"] == pytest.approx(17.95, rel=1e-3)
     assert row["guarantee"]["adjacency"] == "zero-out"
 
 
 def test_left_over_steps_allow_one_more_participation():
     run = ["--steps", "781", "--epochs", "10", "--epsilon", "9", "--delta", "1e-5", "--momentum", "0.9"]
-    content = json.loads(quell("price", "bsr", "--bands", "4", *run, "--weight-decay", "0.9999", "--json"))
-    assert (content["run"]["separation"], content["run"]["participations"]) == (78, 11)
-    assert round(content["mechanisms"][0]["noise"]["multiplier"], 1) == 3.3
-    wider = json.loads(quell("price", "identity", *run, "--separation", "80", "--json"))
-    assert (wider["run"]["separation"], wider["run"]["participations"]) == (80, 10)
+    (row,) = rows("price", "bsr", "--bands", "4", *run, "--weight-decay", "0.9999")
+    assert round(row["noise"]["multiplier"], 1) == 3.3
+    assert "at most 11 times, at least 78 steps apart" in " ".join(quell("price", "identity", *run).split())
+    wider = " ".join(quell("price", "identity", *run, "--separation", "80").split())
+    assert "at most 10 times, at least 80 steps apart" in wider
 
 
 def test_price_prints_a_table_and_a_promise():
@@ -98,10 +101,10 @@ def test_compare_sweeps_as_table_csv_json_and_plot(tmp_path):
     picture = tmp_path / "sweep.svg"
     assert "bisr p=8" in quell("compare", "bisr", "--bands", "2,4,8", *RUN, "--plot", str(picture))
     assert "<svg" in picture.read_text()
-    rows = list(csv.DictReader(io.StringIO(quell("compare", "bisr", "--bands", "2:8:4", *RUN, "--csv"))))
-    assert [row["bands"] for row in rows] == ["2", "4", "6", "8"]
-    swept = json.loads(quell("compare", "fractional", "--bands", "4", "--gamma", "0.5,0.75", *RUN, "--json"))
-    assert [row["parameters"]["gamma"] for row in swept["mechanisms"]] == [0.5, 0.75]
+    table = list(csv.DictReader(io.StringIO(quell("compare", "bisr", "--bands", "2:8:4", *RUN, "--csv"))))
+    assert [row["bands"] for row in table] == ["2", "4", "6", "8"]
+    swept = rows("compare", "fractional", "--bands", "4", "--gamma", "0.5,0.75", *RUN)
+    assert [row["parameters"]["gamma"] for row in swept] == [0.5, 0.75]
 
 
 def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
@@ -112,17 +115,15 @@ def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
 
 
 def test_compare_sweeps_divergences():
-    swept = json.loads(quell("compare", "band_inv", "--bands", "4", "--divergence", "0.5,5", *RUN, "--json"))
-    assert [row["parameters"]["divergence"] for row in swept["mechanisms"]] == [0.5, 5.0]
-    alone = json.loads(quell("price", "band_inv", "--bands", "4", "--divergence", "5", *RUN, "--json"))
-    assert swept["mechanisms"][-1:] == alone["mechanisms"]
+    swept = rows("compare", "band_inv", "--bands", "4", "--divergence", "0.5,5", *RUN)
+    assert [row["parameters"]["divergence"] for row in swept] == [0.5, 5.0]
+    assert swept[-1:] == rows("price", "band_inv", "--bands", "4", "--divergence", "5", *RUN)
 
 
 def test_compare_sweeps_horizons():
-    swept = json.loads(quell("compare", "blt", "--buffers", "1", "--horizon", "50:97:3", *RUN, "--json"))
-    assert [row["parameters"]["horizon"] for row in swept["mechanisms"]] == [50, 74, 97]
-    alone = json.loads(quell("price", "blt", "--buffers", "1", "--horizon", "97", *RUN, "--json"))
-    assert swept["mechanisms"][-1:] == alone["mechanisms"]
+    swept = rows("compare", "blt", "--buffers", "1", "--horizon", "50:97:3", *RUN)
+    assert [row["parameters"]["horizon"] for row in swept] == [50, 74, 97]
+    assert swept[-1:] == rows("price", "blt", "--buffers", "1", "--horizon", "97", *RUN)
 
 
 def test_json_has_the_documented_keys(tmp_path, monkeypatch):
@@ -137,25 +138,26 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
         ["blt", "--buffers", "1", "--horizon", "97"],
         ["band_inv", "--bands", "2", "--divergence", "3"],
     ]
-    top, run, row = documented.in_tables("price")
-    outputs = [printed("price", *arguments, *RUN) for arguments in prices]
+    priced = [printed("price", *arguments, *RUN) for arguments in prices]
     path = tmp_path / "plan.json"
-    plans = [printed(*PLAN, "--save", str(path)), printed(*PLAN, "--participations", "3")]
-    assert all(top == output.keys() for output in outputs)
-    assert run == {key for output in (*outputs, *plans) for key in output["run"]}
-    rows = [row for output in (*outputs, *plans) for row in output["mechanisms"]]
-    assert row == {key for each in rows for key in each}
-    lines = {
-        line.split("|")[1].strip(" `"): line.split("|")[2]
-        for line in documented.section("price").splitlines()
-        if "|" in line
-    }
-    for part in ("parameters", "noise", "error", "guarantee"):
-        assert {key for each in rows for key in each[part]} <= documented.quoted(lines[part])
-    for part in ("promise", "optimizer", "limits"):
-        assert plans[0]["run"][part].keys() <= documented.quoted(lines[part])
-    assert plans[0]["yardsticks"].keys() <= documented.quoted(lines["yardsticks"])
-    assert [keys | top for keys in documented.in_tables("plan")] == [plans[0].keys()]
+    planned = printed(*PLAN, "--save", str(path))
+    users = printed(*PLAN, "--participations", "3", "--separation", "5")
+    top, run, yardsticks, mechanism = documented.in_tables("price")
+    assert all(top == each.keys() for each in priced)
+    assert run == priced[0]["run"].keys() | planned["run"].keys() | users["run"].keys()
+    assert yardsticks == planned["yardsticks"].keys()
+    rows = [row for each in (*priced, planned) for row in each["mechanisms"]]
+    assert mechanism == {key for row in rows for key in row}
+    lines = documented.section("price").splitlines()
+    for group in ("noise", "error", "guarantee"):
+        (line,) = [line for line in lines if line.startswith(f"| `{group}`")]
+        assert documented.quoted(line.split("|")[2]) - {"exact"} == rows[0][group].keys()
+    (line,) = [line for line in lines if line.startswith("| `parameters`")]
+    assert documented.quoted(line) - {"parameters"} == {name for row in rows for name in row["parameters"]}
+    for group in ("promise", "optimizer", "limits"):
+        (line,) = [line for line in lines if line.startswith(f"| `{group}`")]
+        assert documented.quoted(line.split("|")[2]) - {"example", "user"} == planned["run"][group].keys()
+    assert documented.in_tables("plan") == [planned.keys()]
     checked = printed("verify", str(path))
     assert documented.quoted(documented.section("verify")) == checked.keys() | checked["checks"][0].keys()
     assert documented.quoted(documented.section("mechanisms")) == printed("mechanisms")[0].keys()
@@ -206,7 +208,8 @@ def test_help_shows_examples_and_every_command():
             "a target RMSE minimises the rmse, not the objective training",
         ),
         (["verify", "/nowhere/plan.json"], "cannot read the plan"),
-        ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write the plot"),
+        ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png: there is no folder"),
+        ([*PLAN, "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
     ],
 )
 def test_bad_requests_are_named(arguments, message):
@@ -258,10 +261,10 @@ def test_a_decay_rate_is_not_a_decay_factor():
 
 def test_one_band_is_independent_noise():
     for name in ("bsr", "band_toeplitz", "band_inv", "band"):
-        content = json.loads(quell("price", name, "--bands", "1", *RUN, "--json"))
-        (row,) = content["mechanisms"]
+        found = json.loads(quell("price", name, "--bands", "1", *RUN, "--json"))
+        (row,) = found["mechanisms"]
         assert (row["noise"]["buffers"], row["noise"]["draws"]) == (0, 1)
-        assert row["error"]["rmse"] == pytest.approx(content["yardsticks"]["dpsgd_rmse"], rel=1e-9)
+        assert row["error"]["rmse"] == pytest.approx(found["yardsticks"]["dpsgd_rmse"], rel=1e-9)
 
 
 def test_the_readmes_rooms_are_reachable():

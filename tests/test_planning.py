@@ -281,7 +281,7 @@ def test_a_missing_value_is_named():
 
 
 def test_a_meaningless_delta_is_pointed_out():
-    assert "published outright" in quell.Run.from_data(**{**SETUP, "delta": 0.01}).notes[0]
+    assert "publishing a whole example" in quell.Run.from_data(**{**SETUP, "delta": 0.01}).notes[0]
     assert quell.Run.from_data(**SETUP).notes == ()
 
 

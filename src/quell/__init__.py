@@ -44,6 +44,7 @@ _ROOMS = (
     "privacy",
     "research",
     "schemes",
+    "show",
     "strategy",
     "torch",
     "workload",

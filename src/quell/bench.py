@@ -1,4 +1,4 @@
-"""What noise costs on this machine: three measurements, and the three numbers of `quell.costs` that follow."""
+"""Measure how long noise takes on this machine: the three numbers of `quell.costs`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DRAWS, _BUFFERS = 8, 4
 
 
 def measure(parameters: int = 10_000_000, device: str = "cpu", repeats: int = 5) -> NoiseCost:
-    """Nanoseconds per parameter of independent noise, of a further draw, of a further buffer."""
+    """Nanoseconds per parameter for independent noise, for each further draw, and for each buffer."""
     parameters = require_count("parameters", parameters)
     gradient, wait = _gradient(parameters, device)
     half_power = np.cumprod(np.concatenate([[1.0], (np.arange(1, _DRAWS) - 1.5) / np.arange(1, _DRAWS)]))
@@ -40,7 +40,7 @@ def measure(parameters: int = 10_000_000, device: str = "cpu", repeats: int = 5)
 
 
 def _gradient(parameters: int, device: str) -> tuple[Any, Any]:
-    """A gradient on the device, and how to wait for it."""
+    """A gradient on the device, and a function that waits for the device."""
     if device == "cpu":
         return np.zeros(parameters, np.float32), lambda: None
     if device != "cuda":

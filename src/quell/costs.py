@@ -27,7 +27,7 @@ _FILE, _MOST_BYTES = "noise_cost.json", 10_000
 
 
 class Noise(Protocol):
-    """What costs are about, a mechanism or a recurrence: vectors kept between steps, and vectors made per step."""
+    """Anything with `buffers` (vectors kept between steps) and `draws` (vectors made per step)."""
 
     @property
     def buffers(self) -> int: ...
@@ -50,7 +50,7 @@ class NoiseCost:
                 raise QuellError(f"noise cost {name}={value:g} must be a positive number of nanoseconds")
 
     def of(self, buffers: int, draws: int) -> float:
-        """What a recurrence with so many buffers and draws takes.
+        """Nanoseconds per parameter and step with this many buffers and draws.
 
         >>> DEVICES["h200"].of(buffers=0, draws=2) < DEVICES["cpu"].of(buffers=0, draws=2)
         True

@@ -11,7 +11,7 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +33,13 @@ DAMAGED_ARRAYS = (
     zlib.error,
     struct.error,
 )
+
+
+def require_folders(paths: Iterable[Path | None]) -> None:
+    """Refuse a path that cannot be written because its folder is missing, before anything long is computed."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise QuellError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How often, and how densely, one example can take part: what a strategy is optimised for and sensitivity is of."""
+"""How often, and how far apart, one example can take part in steps."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from quell.errors import QuellError, require_count, require_finite, require_priv
 from quell.participation import Participation
 from quell.schemes import BEST, FIXED, Scheme, named
 
-DECAY_RATE = 0.5  # below it, a factor on the weights is likely an optimizer's decay rate
+DECAY_RATE = 0.5  # a smaller "factor" is probably an optimizer's decay rate
 
 
 @dataclass(frozen=True)
 class Promise:
-    """(epsilon, delta)-differential privacy for every single `unit`: an example, or a user with all their examples."""
+    """(epsilon, delta)-differential privacy for each `unit`: an example, or a user with all their examples."""
 
     epsilon: float
     delta: float
@@ -38,7 +38,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What the optimizer does with gradients.
+    """What the optimizer does with gradients, which decides how much of the noise stays in the model.
 
     `weight_decay` is the factor α that multiplies the weights at every step (1: none; 1 − lr·w for an optimizer's
     weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one positive number per step
@@ -60,7 +60,7 @@ class Optimizer:
                 f"1 - lr*{self.weight_decay:g}"
             )
         if not isinstance(self.adaptive, bool):
-            raise QuellError(f"adaptive={short(self.adaptive)} must be True or False: whether the optimizer is")
+            raise QuellError(f"adaptive={short(self.adaptive)} must be True or False: is it an optimizer like Adam?")
         if self.learning_rates is not None and not isinstance(self.learning_rates, str):
             try:
                 rates = tuple(float(rate) for rate in self.learning_rates)
@@ -109,10 +109,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, its promise and its limits; make one with `from_data` or `from_steps`.
+    """A training run, its promise and its limits. Make one with `Run.from_data` or `Run.from_steps`.
 
-    `schemes` are the ways of forming batches that the data pipeline can do, of which a plan takes the best;
-    `objective` is what the plan makes small. `examples` and `batch_size` are None where the run was given by its steps.
+    Args:
+        participation: How often, and how far apart, one example or user can take part.
+        epochs: Passes over the data.
+        promise: (ε, δ), and for whom.
+        optimizer: What the optimizer does with gradients.
+        schemes: The ways of forming batches that the data pipeline can do; a plan takes the best.
+        objective: What a plan minimises: "training", "rmse" or "maxse".
+        limits: What noise may cost in memory, draws and time.
+        examples, batch_size: The data; None if the run was given by its steps.
 
     >>> Run.from_data(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5).steps
     3900
@@ -160,20 +167,20 @@ class Run:
         separation: int | None = None,
         participations: int | None = None,
     ) -> Run:
-        """The run over a data set. What a batch size does not divide makes the batches a little larger.
+        """A run over a data set. If the batch size does not divide the examples, batches are a little larger.
 
         Args:
-            examples, batch_size, epochs: the data; every epoch visits all examples.
-            epsilon, delta: the promise.
-            momentum, weight_decay, learning_rates, adaptive: the optimizer (`Optimizer`).
-            memory, draws, time_limit: what noise may cost (`Limits`).
-            sampling: the schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
-            objective: what to make small: "training", "rmse" or "maxse".
-            separation, participations: for privacy per *user*, whose data may take part in several batches: the least
-                steps between two of them, and the most of them. Both are promises that the data pipeline has to keep.
+            examples, batch_size, epochs: The data; every epoch visits all examples.
+            epsilon, delta: The promise.
+            momentum, weight_decay, learning_rates, adaptive: The optimizer (see `Optimizer`).
+            memory, draws, time_limit: What noise may cost (see `Limits`).
+            sampling: The schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
+            objective: What a plan minimises: "training" (predicted training error), "rmse" or "maxse".
+            separation, participations: For privacy per *user*: the fewest steps between two batches with data of one
+                user, and the most such batches. Your data pipeline has to make sure of both.
 
         Returns:
-            A run, refused with a sentence where the numbers do not fit together.
+            The run; raises `QuellError` if the numbers do not fit together.
         """
         examples, batch_size = require_count("examples", examples), require_count("batch_size", batch_size)
         epochs = require_count("epochs", epochs)
@@ -217,7 +224,18 @@ class Run:
         objective: str = "training",
         **optimizer: Any,
     ) -> Run:
-        """The run of so many steps, whatever the data; an epoch has steps // epochs of them by default.
+        """A run given by its steps instead of its data.
+
+        Args:
+            steps, epochs: Optimizer steps and passes over the data.
+            epsilon, delta: The promise.
+            separation: Fewest steps between two uses of an example. Default: steps // epochs.
+            sampling: As in `from_data`.
+            objective: As in `from_data`.
+            optimizer: The fields of `Optimizer`.
+
+        Returns:
+            The run; raises `QuellError` if the numbers do not fit together.
 
         >>> Run.from_steps(steps=781, epochs=10, epsilon=8, delta=1e-5).participation
         Participation(steps=781, separation=78, count=11)
@@ -230,7 +248,7 @@ class Run:
         return cls(pattern, epochs, Promise(epsilon, delta), Optimizer(**optimizer), allowed, objective)
 
     def changed(self, **changes: Any) -> Run:
-        """The run with other arguments of `from_data`, or of `from_steps` where it was made by that.
+        """The same run with some arguments of `from_data` (or `from_steps`, if made by that) changed.
 
         >>> run = Run.from_data(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)
         >>> run.changed(epochs=6, sampling="cyclic").steps
@@ -241,7 +259,7 @@ class Run:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `changed` starts from, as plain data but for the limit on time."""
+        """The arguments that make this run."""
         given: dict[str, Any] = {
             "epochs": self.epochs,
             "epsilon": self.epsilon,
@@ -258,7 +276,7 @@ class Run:
         return given
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, the part `run` of a plan file; `arguments` in groups."""
+        """Plain data: the part `run` of a plan file."""
         asked = self.arguments
         promise, optimizer = asdict(self.promise), {name: asked.pop(name) for name in vars(self.optimizer)}
         if isinstance(optimizer["learning_rates"], tuple):
@@ -302,12 +320,12 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a careful colleague would point out before the run."""
+        """Warnings about the run, in words."""
         found = []
         if self.examples is not None and self.delta * self.examples > 1:
             found.append(
                 f"delta={self.delta:g} is above 1/examples={1 / self.examples:.2g}: "
-                "a guarantee with such a delta would allow an example to be published outright"
+                "such a guarantee would allow publishing a whole example"
             )
         if self.examples is not None and self.batch_size and (left := self.examples % self.batch_size):
             found.append(

@@ -70,7 +70,7 @@ def test_the_report_says_what_the_promise_rests_on(plan):
     assert data["versions"]["quell"] == quell.__version__
     assert {"torch", "python"} <= set(data["versions"])
     text = str(report)
-    for piece in ("# Privacy report", "(8, 10⁻⁵)-DP after 10 steps", "one example", "fixed batches", data["key"]):
+    for piece in ("# Privacy report", "(8, 10⁻⁵)-DP after 10 steps", "one example", "Batches are fixed", data["key"]):
         assert piece in text
     secret = optimizer.run.noise.key.reveal().hex()
     assert secret not in text

@@ -65,13 +65,13 @@ def test_train_shows_three_rows_and_writes_what_was_asked_for(file, tmp_path):
         "spends as much again",
     ):
         assert shown in " ".join(text.split())
-    assert "…" not in text.split("At the same")[0], "the table is cut off in 80 columns"
+    assert "…" not in text.split("The plan")[0], "the table is cut off in 80 columns"
     model = build("auto", (6,), 2)
     model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     report = (tmp_path / "report.md").read_text()
     assert "256 bits from the operating system" in report
     assert "spends as much again" in report
-    assert json.loads((tmp_path / "plan.json").read_text())["setup"]["examples"] == 150
+    assert json.loads((tmp_path / "plan.json").read_text())["run"]["examples"] == 150
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "page.html").read_text()
     assert "planned" in page
@@ -114,13 +114,13 @@ def test_the_search_tries_the_same_rates_for_all_on_held_out_examples(file, monk
     assert any("22 examples held out" in note for note in found["notes"])
 
 
-def test_dpsgd_gets_poisson_batches_where_schemes_are_free():
-    run = Run.from_data(examples=20, batch_size=10, epochs=1, epsilon=2, delta=1e-3, sampling="balls_in_bins")
+@pytest.mark.parametrize(("sampling", "best"), [("best", "poisson"), ("cyclic", "cyclic")])
+def test_dpsgd_gets_the_best_allowed_batches(sampling, best):
+    run = Run.from_data(examples=20, batch_size=10, epochs=1, epsilon=2, delta=1e-3, sampling=sampling)
     prices = Prices(run)
-    plan = Plan(run, (prices.price("identity"),), 0)
-    free = comparison.dpsgd(plan)
-    assert free.guarantee.sampling == "poisson"
-    assert (free.guarantee.epsilon, free.guarantee.delta) == (2, 1e-3)
+    trained = comparison.dpsgd(Plan(run, (prices.price("identity"),), 0))
+    assert trained.guarantee.sampling == prices.dpsgd.sampling == best
+    assert (trained.guarantee.epsilon, trained.guarantee.delta) == (2, 1e-3)
 
 
 def test_the_verdict_claims_no_more_than_the_runs_show():

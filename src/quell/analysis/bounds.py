@@ -1,17 +1,8 @@
-"""How good can any mechanism be? Lower bounds on RMSE/σ_{ε,δ} over *all* factorisations A = B·C, without
-amplification.
+"""Lower bounds on RMSE/σ_{ε,δ} over *all* factorisations A = B·C, without amplification.
 
-Participation bound (Theorem 3 of arXiv:2505.12128, Theorem 4 of arXiv:2601.22334). For any allowed pattern π,
-‖B‖_F·sens(C) ≥ ‖B‖_F·‖Cπ‖ ≥ ‖Aπ‖, so RMSE ≥ ‖Aπ‖/√n. Full batch on prefix sums gives √((n+1)(2n+1)/6).
-
-Nuclear-norm bound (Lemma 6 of arXiv:2505.12128, sharpened). Clipped gradients may have either sign, so the
-sensitivity under a pattern is at least the mean of ‖Σ ±C_i‖² over signs, Σ_{i∈π}‖C_i‖². Averaging over patterns
-that cover every step with probability at least q gives sens² ≥ q·‖C‖_F², hence RMSE ≥ √(q/n)·‖B‖_F·‖C‖_F ≥
-√(q/n)·‖A‖_*. (The paper allows gradients only to be present or absent, which costs it a factor 2.) One residue
-class modulo b, and k of its steps, have q = min(1, k/⌈n/b⌉)/b.
-
-‖A‖_* is exact for prefix sums and for small n; otherwise it is itself bounded from below, so the result stays a
-lower bound.
+The participation bound ‖Aπ‖/√n (Theorem 3 of arXiv:2505.12128, Theorem 4 of arXiv:2601.22334) and the nuclear-norm
+bound √(q/n)·‖A‖_* (Lemma 6 of arXiv:2505.12128, sharpened by a factor 2) are Proof 2 in docs/proofs.md. Where ‖A‖_* is
+not known exactly it is bounded from below, so the result stays a lower bound.
 """
 
 from __future__ import annotations

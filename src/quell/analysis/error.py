@@ -1,4 +1,4 @@
-"""What the noise does to the released iterates: per-query variance, RMSE and MaxSE.
+"""The error that noise causes in the model's weights after each step: variance, RMSE and MaxSE.
 
 With B = A·C⁻¹ and noise of standard deviation σ in every coordinate, query t (the iterate after step t) has variance
 σ²·‖B_t‖². `query_variances` returns ‖B_t‖² for every t by the cheapest exact route:

@@ -1,4 +1,4 @@
-"""What "best" means: the number a plan makes small.
+"""What "best" means: the number that a plan minimises.
 
 `rmse` and `maxse` are the errors of the iterates. They are provable, but not what a practitioner is after: mechanisms
 with the least RMSE cancel more than training likes. The λCGD paper found the best λ two to four times smaller on the

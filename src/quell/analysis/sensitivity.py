@@ -1,20 +1,12 @@
-"""How far one example can move C·G: the number that noise is multiplied by.
+"""How far one example can move C·G: the number that the noise of the Gaussian mechanism is multiplied by.
 
-An example that takes part in the steps π with clipped gradients x_i moves C·G by Σ_{i∈π} C_i x_iᵀ, so
+An example that takes part in the steps of a pattern π (at most k steps, any two at least b apart) has
 
-    sens² ≤ max over π of Σ_{i,j∈π} |(CᵀC)_ij|,
+    sens² ≤ max over π of Σ_{i,j∈π} |(CᵀC)_ij|,   with equality if CᵀC ≥ 0.
 
-with equality when CᵀC ≥ 0; π ranges over at most k steps, pairwise at least b apart. Every function here
-brackets that maximum: a pattern that is surely allowed gives a lower end, a theorem whose conditions were
-checked on this very C gives the upper end. The *upper* end is what is used, always; it is called exact when the
-two meet.
-
-The workhorse is a rank argument. The q-th participation (from 0) cannot come before step q·b, and
-participations i < q are at least (q−i)·b apart. So the pair contributes at most the largest |(CᵀC)_{s,t}| with
-t ≥ q·b and t − s ≥ (q−i)·b, and summing these maxima over all pairs bounds every pattern. For non-increasing c
-≥ 0 each maximum sits at the leftmost pattern, which is Theorem 2 of arXiv:2405.13763; for column-normalised
-λCGD too, which is Lemma 8 of arXiv:2601.22334. For other C the same sum is still sound, and in practice often
-just as tight.
+Every function here gives an interval for that maximum. The lower end comes from a pattern that is certainly allowed,
+the upper end from a theorem whose conditions were checked on this very C: mostly the rank argument (Proof 1 in
+docs/proofs.md). The *upper* end is always what is used; the sensitivity is called exact where the two meet.
 """
 
 from __future__ import annotations
@@ -39,7 +31,7 @@ _DENSE = 2048  # steps up to which an n×n Gram matrix is affordable
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """`value` is never below the true sensitivity; `lower` never above it."""
+    """An interval for the sensitivity: `value` is never below the true one, `lower` never above it."""
 
     value: float
     lower: float
@@ -169,7 +161,7 @@ def _toeplitz(strategy: ToeplitzStrategy, participation: Participation) -> Sensi
 
 
 def _correlation_bound(c: Array, participation: Participation) -> float:
-    """The rank argument for c ≥ 0 of any shape: the q-th column has at most n − q·b entries."""
+    """Proof 1 for c ≥ 0 of any shape; the q-th column has at most n − q·b entries."""
     n, b = participation.steps, participation.separation
     size = fft.next_fast_len(2 * n, real=True)
     whole = fft.rfft(c, size)

@@ -10,6 +10,7 @@ import typer
 
 from quell.cli import options, terminal
 from quell.errors import QuellError
+from quell.files import require_folders
 from quell.planning import Mechanism, Prices
 from quell.run import Run
 from quell.schemes import FIXED
@@ -53,6 +54,7 @@ def compare(
     )
     prices = Prices(run)
     values = options.values_of(bands, lambda_, gamma, buffers, horizon, divergence, objective, column_normalise)
+    require_folders([plot])
     several = [name for name, given in values.items() if len(given) > 1]
     if len(several) != 1:
         raise QuellError("compare sweeps exactly one parameter: give several values to one, for example --bands 2,4,8")

@@ -9,6 +9,7 @@ from quell.cli import options, terminal
 from quell.cli.options import GOAL, LIMITS, OUTPUT, RUN, USERS, option
 from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
+from quell.files import require_folders
 from quell.planning import make_plan
 from quell.planning.questions import choices_for_steps, plan_for_rmse
 from quell.run import Run
@@ -71,6 +72,7 @@ def plan(
             f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
             "plan it with --batch-size and --epochs"
         )
+    require_folders([save, plot, html])
     known: dict[str, Any] = {
         "examples": examples,
         "epsilon": epsilon,

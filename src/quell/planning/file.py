@@ -1,10 +1,9 @@
-"""Plan files: written at once or not at all, and believed only as far as they can be recomputed.
+"""Write plan files atomically; read and verify them without trusting them.
 
-Of a row only three things are taken over: which mechanism it is, the numbers an optimised one consists of, and the
-noise. That noise is put into the accountant of the plan's own sampling scheme: it must really buy (ε, δ). Everything
-else a file says is computed afresh and must match. Up to 512 steps the strategy is also written out as dense matrices,
-which share no code with the fast paths. Files of version 2 are read and checked like those of today
-(`quell.planning.version2`).
+Only three things are taken from a row: which mechanism it is, the numbers of an optimised one, and its noise. The
+accountant of the plan's sampling scheme must certify (ε, δ) for that noise. Everything else in the file is recomputed
+and must match. Up to 512 steps the strategy is also checked as dense matrices, which share no code with the fast paths.
+Files of version 2 are read too (`quell.planning.version2`).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _USER = {"separation", "participations"}  # of a run, where the promise is per u
 
 @dataclass(frozen=True)
 class Check:
-    """One claim of a plan file: what it says, what comes out, and whether it holds."""
+    """One claim of a plan file: the stated value, the recomputed value, and whether the claim holds."""
 
     claim: str
     stated: float | str
@@ -81,12 +80,19 @@ def write(content: dict[str, Any], path: str | Path) -> None:
 
 
 def verify(path: str | Path) -> list[Check]:
-    """Every claim in a plan file, recomputed. Unreadable files raise; false claims come back with `holds=False`."""
+    """Recompute every claim in a plan file from first principles.
+
+    Args:
+        path: A file written by `Plan.save` or `quell plan --save`.
+
+    Returns:
+        One check per claim; a false claim has `holds=False`. Files that are not plans raise `QuellError`.
+    """
     return _checked(path)[0]
 
 
 def verified_plan(path: str | Path) -> Plan:
-    """The plan in a file, refused when one of its claims does not hold."""
+    """The plan in a file; raises `QuellError` if one of its claims does not hold."""
     checks, plan = _checked(path)
     if false := [check for check in checks if not check.holds]:
         first = false[0]
@@ -99,7 +105,7 @@ def verified_plan(path: str | Path) -> Plan:
 
 
 def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
-    """All checks, and the plan itself where every mechanism in it could be built."""
+    """All checks, and the plan if every mechanism in it could be built."""
     content = _read(path)
     old = content["version"] == version2.VERSION
     if wrong := version2.misshapen(content) if old else _misshapen(content):
@@ -153,10 +159,10 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def _misshapen(content: dict[str, Any]) -> str | None:
-    """What in the content of a file is not of the kind that a plan has there; None where everything is.
+    """The first part of a file that has the wrong shape, in words; None if there is none.
 
-    Whether the values are right is for `Run`, the strategies and the accountants to say. They can rely on finding
-    strings, numbers and lists of numbers where a plan has such, nested no deeper, and no more rows than a plan has.
+    Whether values are right is checked later, by `Run`, the strategies and the accountants. They can rely on strings,
+    numbers and lists of numbers where a plan has them, and on no more rows than a plan may have.
     """
     if set(content) != _PARTS:
         return "it does not have the parts of a plan"
@@ -176,7 +182,7 @@ def _misshapen(content: dict[str, Any]) -> str | None:
 
 
 def _odd(row: object) -> str | None:
-    """What in a row is not of the kind that a row has there."""
+    """The first part of a row that has the wrong shape, in words; None if there is none."""
     if not isinstance(row, dict):
         return f"{short(row)} is not a mechanism"
     if type(row.get("family")) is not str:
@@ -195,7 +201,7 @@ def _odd(row: object) -> str | None:
 
 
 def _run_of(content: dict[str, Any]) -> Run:
-    """The run that a file states; its unit of privacy follows from the rest, and is compared later."""
+    """The run that a file states. Its unit of privacy follows from the rest and is compared later."""
     flat = {name: value for name, value in content.items() if name not in _GROUPS}
     limits, promise = dict(content["limits"]), content["promise"]
     if limits["time_limit"] is not None:
@@ -208,7 +214,7 @@ def _is_drawn(sampling: str) -> bool:
 
 
 def _rebuild(prices: Prices, row: dict[str, Any]) -> Mechanism:
-    """The mechanism that a row describes, with the noise that the row states; refused where that is too little."""
+    """The mechanism of a row with the noise that the row states; raises if that noise is too small."""
     family, sampling = find(row["family"]), row["guarantee"]["sampling"]
     solution = np.asarray(row["solution"], dtype=np.float64) if "solution" in row else None
     parameters = {name: value for name, value in row["parameters"].items() if name in family.takes}
@@ -220,7 +226,7 @@ def _rebuild(prices: Prices, row: dict[str, Any]) -> Mechanism:
 
 
 def _compared(label: str, stated: dict[str, Any], fresh: dict[str, Any]) -> Iterator[Check]:
-    """Every value of a part of the file beside the one that was recomputed; what belongs together is taken apart."""
+    """Compare every value in a part of the file with the recomputed one, group by group."""
     for key, expected in fresh.items():
         if key not in stated:
             yield Check(f"{label}: {key}", "missing", _shown(expected), False)
@@ -237,7 +243,7 @@ def _compared(label: str, stated: dict[str, Any], fresh: dict[str, Any]) -> Iter
 
 
 def _second_opinions(prices: Prices, mechanism: Mechanism) -> Iterator[Check]:
-    """What must hold whatever the file says: the lower bound, and for short runs dense matrices."""
+    """Independent checks: the lower bound and, for short runs, dense matrices."""
     label, run = repr(mechanism.strategy), prices.run
     if not mechanism.scheme.amplifies:
         below = mechanism.rmse < prices.lower_bound * (1 - _TOLERANCE)
@@ -257,7 +263,7 @@ def _second_opinions(prices: Prices, mechanism: Mechanism) -> Iterator[Check]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A key given twice means one thing to this reader and another to the next: refused."""
+    """Refuse a key given twice, which different readers would understand differently."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a key is given twice")
@@ -265,7 +271,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> float | str:
-    """A value of a file, fit for a terminal: not too long, and without what would move the cursor."""
+    """A value of a file that is safe to print: not too long, and without control characters."""
     if isinstance(value, float):
         return value
     text = short(value) if isinstance(value, int) else str(value)

@@ -1,4 +1,4 @@
-"""A priced mechanism: a strategy, the noise it needs for a guarantee, and the error that noise causes."""
+"""A mechanism: a strategy, the noise it needs for a promise, and the error that this noise causes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ MOST_NUMBERS = 1_000_000  # of an optimised strategy that a row can hold
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One row of a comparison. RMSE and MaxSE are those of the iterates per unit of clip norm, noise included.
+    """A strategy with its noise and error: one row of a plan's table.
 
-    Its noise rests on a `claim`: a guarantee, or an estimate where a search has not certified it.
+    Args:
+        strategy: How the noise is correlated.
+        claim: The guarantee behind the noise, or an estimate if the mechanism is not certified.
+        unit_error: RMSE and MaxSE of the model's weights per unit of noise and clip norm.
+        unit_training: The predicted training error per unit of noise and clip norm.
     """
 
     strategy: Strategy
     claim: Guarantee | Estimate
     unit_error: Error
-    unit_training: float  # `quell.analysis.objective.training_error`
+    unit_training: float
 
     @property
     def name(self) -> str:
@@ -41,10 +45,10 @@ class Mechanism:
 
     @property
     def guarantee(self) -> Guarantee:
-        """The proven promise; an estimate has none."""
+        """The certified promise; raises `QuellError` if the noise is only estimated."""
         if isinstance(self.claim, Estimate):
             raise QuellError(
-                f"{describe(self.strategy)} has only an estimate of its noise: price it to get a guarantee"
+                f"the noise of {describe(self.strategy)} is only estimated: certify it with plan.price or quell price"
             )
         return self.claim
 
@@ -68,7 +72,7 @@ class Mechanism:
         return self.unit_training * self.noise_multiplier
 
     def score(self, objective: str) -> float:
-        """What a plan with this objective makes small."""
+        """The number that a plan with this objective minimises."""
         return {"rmse": self.rmse, "maxse": self.maxse, "training": self.training}[objective]
 
     @property

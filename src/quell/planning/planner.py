@@ -1,4 +1,4 @@
-"""From a run to a plan: search, certify what the search favours, mark the mechanism to use.
+"""From a run to a plan: search, certify the best, recommend one.
 
 A `Plan` is frozen data. It can be printed, saved as JSON, loaded, and verified from the file alone
 (`quell.planning.file`).
@@ -35,11 +35,13 @@ COMPARISONS = 8  # certificates by draws that share one failure probability: one
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, the certified mechanisms, the recommended one, and what else the search saw.
+    """A run, its certified mechanisms, and which of them to use. Make one with `quell.plan`; `print(plan)` shows it.
 
-    `mechanisms` all carry a guarantee; they are what a plan file holds. `estimates` are mechanisms whose noise is only
-    estimated: they show what else there is, and are never recommended or saved. Both are sorted by the run's
-    objective, best first; those beyond the run's limits are listed but never recommended.
+    Args:
+        run: What is trained and promised.
+        mechanisms: The certified mechanisms, best first by the run's objective; what a plan file holds.
+        recommended: The index of the one to use. Mechanisms beyond the run's limits are never recommended.
+        estimates: Other mechanisms, whose noise is only estimated; never recommended or saved.
     """
 
     run: Run
@@ -48,7 +50,7 @@ class Plan:
     estimates: tuple[Mechanism, ...] = ()
 
     def __post_init__(self) -> None:
-        assert all(mechanism.guarantee for mechanism in self.mechanisms)  # an estimate refuses to say one
+        assert all(mechanism.guarantee for mechanism in self.mechanisms)  # an estimate raises here
 
     @property
     def mechanism(self) -> Mechanism:
@@ -57,38 +59,46 @@ class Plan:
 
     @cached_property
     def alternatives(self) -> tuple[Mechanism, ...]:
-        """Every mechanism that was looked at, certified or estimated, best first by the run's objective."""
+        """All mechanisms, certified or estimated, best first by the run's objective."""
         everything = (*self.mechanisms, *self.estimates)
         return tuple(sorted(everything, key=lambda mechanism: mechanism.score(self.run.objective)))
 
     @cached_property
     def prices(self) -> Prices:
-        """Prices of other mechanisms for the same run, and the yardsticks."""
+        """Prices of other mechanisms for the same run, and what they are compared with."""
         return Prices(self.run)
 
     def price(self, family: str, /, **parameters: Parameter) -> Mechanism:
-        """Another mechanism for the plan's run and promise, certified: `mechanism=plan.price("bisr", bands=4)`."""
+        """Certify another mechanism for the plan's run and promise, for `make_private(..., mechanism=...)`.
+
+        Args:
+            family: The mechanism's name, as `quell mechanisms` lists it.
+            parameters: The family's own parameters, such as `bands=4`.
+
+        Returns:
+            The mechanism, with the least noise that could be certified.
+        """
         return self.prices.price(family, **parameters)
 
     @property
     def lower_bound(self) -> float:
-        """No mechanism without amplification has a smaller RMSE."""
+        """The best possible RMSE without random batches (Proof 2 in docs/proofs.md)."""
         return self.prices.lower_bound
 
     @cached_property
     def dpsgd_equivalent_epsilon(self) -> float:
-        """The ε that DP-SGD would have to spend for the recommended mechanism's RMSE, about."""
+        """About the ε that DP-SGD would need for the recommended mechanism's RMSE."""
         return self.prices.equivalent_epsilon(self.mechanism)
 
     @cached_property
     def answers(self) -> Answers:
-        """What has to be computed before the plan can be explained; takes about a second."""
+        """What must be computed before the plan can be explained; takes about a second."""
         from quell.planning.questions import answers
 
         return answers(self)
 
     def explain(self) -> str:
-        """Why this mechanism, what it buys, and what would change the answer, in plain sentences."""
+        """Why this mechanism, what you gain by it, and what would change the answer, in sentences."""
         return "\n".join(words.explanation(self, self.answers))
 
     @cached_property
@@ -150,21 +160,31 @@ class Plan:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, atomically: a crash leaves the old file or the new one, never half of one."""
+        """Write the plan as JSON, for `Plan.load` and `quell verify`; a crash leaves the old file or the new one."""
         from quell.planning.file import write
 
         write(self.as_dict(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file and verify every claim in it; a plan that does not check out is refused."""
+        """Read a plan file. Every claim in it is recomputed, and a file with a false one raises `QuellError`."""
         from quell.planning.file import verified_plan
 
         return verified_plan(path)
 
 
 def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
-    """Compare the mechanisms for a training run (the arguments of `Run.from_data`) and recommend one.
+    """Compare mechanisms for a training run and recommend one.
+
+    Args:
+        progress: Called with (done, total, what) while the search runs.
+        arguments: The run, as `quell.Run.from_data` takes it: `examples`, `batch_size`, `epochs`, `epsilon` and
+            `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `memory`, `draws`,
+            `time_limit`, `sampling`, `objective`, `separation` and `participations`.
+
+    Returns:
+        A plan. Its recommended mechanism is certified for (epsilon, delta) by the accountant of its sampling scheme
+        (docs/privacy.md, docs/proofs.md).
 
     >>> chosen = plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)
     >>> chosen.mechanism.rmse < chosen.prices.dpsgd.rmse
@@ -180,11 +200,18 @@ def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
 
 
 def make_plan(run: Run, progress: Progress | None = None) -> Plan:
-    """The plan of a run: a search by estimates, then certificates for what it recommends.
+    """Search by estimates, then certify: what `plan` does, for a `Run`.
 
-    Mechanisms whose noise is exact, without amplification, are all certified; of the others the best by the run's
-    objective, and no more than that: the best of several certificates by draws would be luck. `plan_for_rmse` takes
-    the first of up to five that is good enough, so they share their failure probability between `COMPARISONS`.
+    Every mechanism without amplification is certified, because that is exact. Of the others only the best is: choosing
+    the best of several certificates by draws would be choosing by luck (Proof 8 in docs/proofs.md). `plan_for_rmse`
+    tries up to five, so certificates share their failure probability between `COMPARISONS`.
+
+    Args:
+        run: What is trained and promised.
+        progress: Called with (done, total, what) while the search runs.
+
+    Returns:
+        The plan.
     """
     prices = Prices(run)
     with threadpool_limits(1):  # many small matrices: threads that wait for each other cost ten times what they save
@@ -201,5 +228,5 @@ def make_plan(run: Run, progress: Progress | None = None) -> Plan:
 
 
 def recommend(run: Run, mechanisms: Sequence[Mechanism]) -> int:
-    """The least score that fits."""
+    """The index of the mechanism with the least score within the run's limits."""
     return min(range(len(mechanisms)), key=lambda i: order(run, mechanisms[i], run.objective))

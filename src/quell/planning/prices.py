@@ -1,4 +1,4 @@
-"""Mechanisms for one run: built, estimated and certified, and the yardsticks that they are measured against."""
+"""Build, estimate and certify mechanisms for one run, and compute what they are compared with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quell.strategy import INDEPENDENT, Parameter, Strategy, build
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """What mechanisms cost in a run. Errors are computed once per strategy, yardsticks once per run."""
+    """Prices of mechanisms for a run. Errors are computed once per strategy, DP-SGD and bounds once per run."""
 
     run: Run
 
@@ -31,7 +31,7 @@ class Prices:
         return build(family, self.run.workload, self.run.participation, solution, **parameters)
 
     def price(self, family: str, /, **parameters: Parameter) -> Mechanism:
-        """Build a mechanism, find the least noise that is proven to keep the promise, and evaluate it.
+        """Build a mechanism, certify the least noise that keeps the promise, and compute its error.
 
         >>> prices = Prices(Run.from_steps(steps=3900, epochs=10, epsilon=8, delta=1e-5))
         >>> round(prices.price("bisr", bands=16).rmse, 2)
@@ -47,15 +47,18 @@ class Prices:
         near: float | None = None,
         noise: float | None = None,
     ) -> Mechanism:
-        """A strategy with the least noise that is proven to keep the promise, or with given `noise`, if that does.
+        """Certify a strategy: with the least noise that keeps the promise, or with a given `noise`.
 
         Args:
-            strategy: what correlates the noise.
-            kind: how batches are formed; by default the allowed scheme that needs the least noise, by estimates.
-            comparisons: between how many such mechanisms the best is taken: certificates by draws share their failure
-                probability.
-            near: about the noise, where that is known.
-            noise: the noise to be certified instead of the least.
+            strategy: How the noise is correlated.
+            kind: How batches are formed. Default: the allowed scheme with the least estimated noise.
+            comparisons: How many certified mechanisms the best is chosen from; certificates by draws share their
+                failure probability (Proof 8 in docs/proofs.md).
+            near: About the right noise, if known, to start from.
+            noise: The noise to certify instead of searching for the least.
+
+        Returns:
+            The mechanism; raises `QuellError` if the noise cannot be certified.
         """
         if kind is None:
             if not (options := self.kinds_for(strategy)):
@@ -71,14 +74,14 @@ class Prices:
         return self.with_claim(strategy, claim)
 
     def estimate(self, strategy: Strategy, kind: type[Scheme], near: float | None = None, effort: int = 1) -> Mechanism:
-        """The same in a fraction of the time, for a search: the noise is an estimate."""
+        """The same in a fraction of the time, for a search; the noise is only estimated."""
         promise, scheme = self.run.promise, self.scheme(strategy, kind)
         return self.with_claim(
             strategy, privacy.estimate(strategy, scheme, promise.epsilon, promise.delta, near, effort)
         )
 
     def at_least(self, strategy: Strategy, kind: type[Scheme]) -> float:
-        """Noise that is needed whatever the accountant says, in milliseconds."""
+        """A lower bound on the noise, in milliseconds."""
         accountant = self.scheme(strategy, kind).accountant(strategy)
         return accountant.at_least(self.run.epsilon, self.run.delta)
 
@@ -104,7 +107,7 @@ class Prices:
 
     @cached_property
     def dpsgd(self) -> Mechanism:
-        """The yardstick: independent noise under the same promise and the best of the allowed schemes, estimated."""
+        """DP-SGD: independent noise under the same promise and the best of the allowed schemes, estimated."""
         independent = self.build(INDEPENDENT.name)
         return min(
             (self.estimate(independent, kind) for kind in self.kinds_for(independent)),
@@ -113,19 +116,19 @@ class Prices:
 
     @cached_property
     def lower_bound(self) -> float:
-        """No mechanism without amplification has a smaller RMSE."""
+        """The best possible RMSE without amplification (Proof 2 in docs/proofs.md)."""
         bound = bounds.lower_bound(self.run.workload, self.run.participation)
         return bound.value * gaussian_sigma(self.run.epsilon, self.run.delta)
 
     def equivalent_epsilon(self, mechanism: Mechanism) -> float:
-        """The ε at which DP-SGD, under the scheme of the yardstick, has the mechanism's RMSE, about."""
+        """About the ε at which DP-SGD, under its best scheme, has the mechanism's RMSE."""
         noise = mechanism.rmse / self.dpsgd.unit_error.rmse
         accountant = self.scheme_of(self.dpsgd).accountant(self.dpsgd.strategy)
         return accountant.estimate_epsilon(noise, self.run.delta)
 
     @property
     def yardsticks(self) -> dict[str, float]:
-        """What rows are measured against, as plain data."""
+        """What rows are compared with, as plain data."""
         return {"dpsgd_rmse": self.dpsgd.rmse, "lower_bound": self.lower_bound}
 
     def as_dict(self, mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
@@ -143,7 +146,7 @@ class Prices:
             return float("inf")
 
     def with_claim(self, strategy: Strategy, claim: Guarantee | Estimate) -> Mechanism:
-        """A strategy with a claim that was made elsewhere, evaluated."""
+        """A mechanism from a strategy and a claim that was made elsewhere."""
         return Mechanism(strategy, claim, *self._measured(strategy))
 
     def _measured(self, strategy: Strategy) -> tuple[Error, float]:

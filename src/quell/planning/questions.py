@@ -93,7 +93,7 @@ def changes(plan: Plan) -> Iterator[Change]:
 
 
 def _same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:
-    """About what the plan's mechanism can do for another run; `separation` is that of the plan."""
+    """An estimate of the plan's kind of mechanism for another run; `separation` is that of the plan's run."""
     parameters = dict(chosen.strategy.parameters)
     if HORIZON in parameters:
         parameters[HORIZON] = max(2, int(parameters[HORIZON]) * prices.run.participation.separation // separation)
@@ -102,7 +102,16 @@ def _same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:
 
 
 def plan_for_rmse(run: Run, target: float, progress: Progress | None = None) -> Plan:
-    """The plan with the least ε whose RMSE is at most `target`; the search starts at the run's own ε."""
+    """The plan with the smallest ε whose certified RMSE is at most `target`.
+
+    Args:
+        run: The run, with objective "rmse". The search starts at its ε.
+        target: The RMSE per unit of clip norm.
+        progress: Called with (done, total, what) while the searches run.
+
+    Returns:
+        The certified plan; raises `QuellError` if no ε reaches the target.
+    """
     if run.objective != "rmse":
         raise QuellError(
             f"a plan for a target RMSE minimises the rmse, not the objective {run.objective}: use objective rmse"
@@ -166,13 +175,13 @@ class Choice:
 
 
 def choices_for_steps(steps: int, *, examples: int, progress: Progress | None = None, **arguments: Any) -> list[Choice]:
-    """Epochs 1, 2, 4, … at about `steps` steps, each with its best mechanism.
+    """Ways to spend a number of steps: 1, 2, 4, … epochs, each with its best mechanism.
 
     Args:
-        steps: optimizer steps to spend.
-        examples: size of the data set.
-        progress: told about every number of epochs.
-        arguments: everything else that `Run.from_data` takes.
+        steps: Optimizer steps to spend.
+        examples: Size of the data set.
+        progress: Called with (done, total, what) for every number of epochs.
+        arguments: All other arguments of `Run.from_data`.
 
     Returns:
         The choices, fewest epochs first, until one more doubling gains little.

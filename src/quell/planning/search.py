@@ -1,15 +1,15 @@
-"""The search behind a plan: every family, its parameters, every allowed sampling scheme; ranked by estimates.
+"""The search behind a plan: families, their parameters and the allowed sampling schemes, ranked by estimates.
 
-Without amplification noise is exact and costs milliseconds, so everything is tried. With it, an estimate takes a tenth
-of a second, so it is spent where it can matter:
+Without amplification the noise is exact and takes milliseconds, so everything is tried. With amplification an estimate
+takes a tenth of a second, so there are four steps:
 
-* `generate`: each family says along which *lines* of parameter values its scores have one valley (bands, buffers, γ, a
-  memory on a logarithmic scale, a horizon, a divergence); golden sections find the bottom in few evaluations.
-* `rule_out`: a candidate whose noise must be so large that it cannot beat the best one known, by a bound that costs
-  milliseconds, is not estimated at all.
-* `rank`: the others are estimated. The first guess for a candidate's noise is as far above its bound as that of the
-  last one estimated was above its own.
-* `run_off`: those that could be the best are estimated more carefully: the first estimates are a percent off.
+* `generate`: each family names *lines* of parameter values along which its score has one minimum (bands, buffers, γ, a
+  memory on a logarithmic scale, a horizon, a divergence). Golden sections find the minimum in few evaluations.
+* `rule_out`: a candidate that cannot beat the best one known, by a lower bound on its noise that takes milliseconds
+  (Proof 13 in docs/proofs.md), is not estimated.
+* `rank`: the others are estimated. The first guess for a candidate's noise is its lower bound times the ratio of noise
+  to bound of the last candidate.
+* `run_off`: those that could be the best are estimated more carefully, because first estimates are a percent off.
 
 Nothing here is a promise: `quell.planning.planner` certifies what it recommends.
 """
@@ -34,7 +34,7 @@ from quell.strategy.family import NORMALISE
 Progress = Callable[[int, int, str], None]
 Parameters = dict[str, Parameter]
 
-_LOOK_AHEAD = 16  # buffers that are looked at beyond a smaller limit: what would more memory buy?
+_LOOK_AHEAD = 16  # buffers that are tried beyond a smaller limit, to say what more memory would gain
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CLOSE, _FINALISTS = 1.02, 4  # how close to the best, and how many of those are looked at again
 _FINE = 0.0015  # relative error of σ that the estimates of finalists may have
@@ -43,7 +43,7 @@ _MOST_GRAM = 4e7  # steps × separation up to which column-normalised strategies
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy under one scheme: what a search knows everything by."""
+    """One strategy under one scheme; hashable, the key of everything that a search computes."""
 
     family: str
     parameters: tuple[tuple[str, Parameter], ...]
@@ -55,15 +55,15 @@ class Candidate:
 
     @property
     def design(self) -> tuple[str, tuple[tuple[str, Parameter], ...]]:
-        """What it shares with the same strategy under other schemes."""
+        """The strategy without the scheme."""
         return self.family, self.parameters
 
 
 @dataclass(frozen=True)
 class Line:
-    """Candidates of one family under one scheme, in order, and the objective by which their valley is looked for.
+    """Candidates of one family under one scheme, in order, and the objective whose minimum is searched for.
 
-    `every` says that all of them are tried: without amplification that costs milliseconds.
+    `every` means that all of them are tried, which without amplification takes milliseconds.
     """
 
     family: Family
@@ -75,7 +75,7 @@ class Line:
 
 @dataclass
 class Tried:
-    """What has been priced so far; every number once."""
+    """What has been priced so far, so that every number is computed once."""
 
     prices: Prices
     strategies: dict[object, Strategy | None] = field(default_factory=dict)  # None: cannot be built
@@ -93,7 +93,7 @@ class Tried:
         return [mechanism for mechanism in self.found.values() if mechanism is not None]
 
     def least_score(self, objective: str) -> float:
-        """The best that is known among what fits."""
+        """The best known score within the limits."""
         return min((m.score(objective) for m in self.mechanisms if self.run.limits.fits(m)), default=math.inf)
 
     def strategy(self, candidate: Candidate) -> Strategy | None:
@@ -107,7 +107,7 @@ class Tried:
         return self.strategies[candidate.design]
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it stays within the limits; of its parameters only these decide what noise costs."""
+        """Whether it stays within the limits; only bands and buffers decide what its noise costs."""
         parameters = dict(candidate.parameters)
         size = candidate.family, parameters.get("bands"), parameters.get("buffers")
         if size not in self.sizes:
@@ -122,13 +122,12 @@ def search(
     """Mechanisms worth showing, estimated: the best of every family, and the best for every amount of memory.
 
     Args:
-        prices: of the run.
-        progress: told about every line: how many are done, of how many, and of which family.
-        families: those to be searched, and then only for the run's objective; by default all, and for the least RMSE
-            as well.
+        prices: The prices of the run.
+        progress: Called for every line with (done, total, family).
+        families: Families to search, for the run's objective only. Default: all, and for the least RMSE as well.
 
     Returns:
-        Mechanisms sorted by the run's objective, those that fit first.
+        Mechanisms sorted by the run's objective, those within the limits first.
     """
     run, tried = prices.run, Tried(prices)
     objectives = tuple(dict.fromkeys([run.objective, *(["rmse"] if families is None else [])]))
@@ -145,7 +144,7 @@ def search(
 
 
 def generate(run: Run, objectives: Sequence[str], families: Sequence[Family]) -> list[Line]:
-    """All lines of the search, in an order in which what tends to be best comes first: it rules the others out."""
+    """All lines of the search. Those that tend to be best come first, because they rule others out."""
     amplifying = [kind for kind in run.schemes if kind.amplifies]
     fixed = [kind for kind in run.schemes if not kind.amplifies]
     amplifies_all = any(
@@ -168,7 +167,7 @@ def generate(run: Run, objectives: Sequence[str], families: Sequence[Family]) ->
 
 
 def space_of(run: Run, shape: bool = False) -> Space:
-    """What may be tried for a run; `shape` says that strategies are to be shaped for amplification."""
+    """What may be tried for a run; with `shape`, strategies are also optimised for amplification."""
     gaussian = 1.0 / gaussian_sigma(run.epsilon, run.delta) ** 2  # its Rényi divergence of order 2
     return Space(
         run.workload,
@@ -182,7 +181,7 @@ def space_of(run: Run, shape: bool = False) -> Space:
 
 
 def follow(line: Line, tried: Tried) -> None:
-    """Try all candidates of a line, or find its valley: of those that fit, and of all there are."""
+    """Try all candidates of a line, or find its minimum: among those within the limits, and among all."""
 
     def score(parameters: Parameters) -> float:
         return rank(Candidate.of(line.family.name, parameters, line.kind), tried, line.objective)
@@ -202,7 +201,7 @@ def follow(line: Line, tried: Tried) -> None:
 
 
 def rank(candidate: Candidate, tried: Tried, objective: str) -> float:
-    """The objective of a candidate by an estimate, or a lower bound on it where that already rules it out."""
+    """The estimated score of a candidate, or a lower bound on it if that already rules the candidate out."""
     if candidate not in tried.found:
         strategy = tried.strategy(candidate)
         if strategy is None or candidate.kind not in tried.prices.kinds_for(strategy):
@@ -230,7 +229,7 @@ def rule_out(candidate: Candidate, strategy: Strategy, tried: Tried, objective: 
 
 
 def estimated(candidate: Candidate, strategy: Strategy, tried: Tried) -> Mechanism:
-    """The candidate with about the noise it needs."""
+    """The candidate with its estimated noise."""
     bound, over = tried.bounds.get(candidate, 0.0), tried.latest.get(candidate.kind)
     near = bound * over if bound and over is not None else None
     found = tried.prices.estimate(strategy, candidate.kind, near)
@@ -240,7 +239,7 @@ def estimated(candidate: Candidate, strategy: Strategy, tried: Tried) -> Mechani
 
 
 def normalise_best(tried: Tried, objective: str) -> None:
-    """Try the best amplified one that fits with its columns normalised, which costs time and gains a percent."""
+    """Try the best amplified candidate with normalised columns, which takes time and gains about a percent."""
     priced = {candidate: m for candidate, m in tried.found.items() if m is not None and tried.run.limits.fits(m)}
     if not priced or tried.run.steps * tried.run.participation.separation > _MOST_GRAM:
         return
@@ -250,7 +249,7 @@ def normalise_best(tried: Tried, objective: str) -> None:
 
 
 def show_ruled_out(tried: Tried, objective: str) -> None:
-    """Estimate the most promising one of every family that only had bounds under amplification, for the table."""
+    """For the table: estimate the most promising candidate of every family that was ruled out by bounds alone."""
     shown = {candidate.family for candidate in tried.found if candidate.kind.amplifies}
     promising: dict[str, tuple[float, Candidate, Strategy]] = {}
     for candidate, noise in tried.bounds.items():
@@ -265,7 +264,7 @@ def show_ruled_out(tried: Tried, objective: str) -> None:
 
 
 def run_off(tried: Tried, objective: str) -> None:
-    """Estimate those that could be the best more carefully."""
+    """Estimate the candidates that could be the best more carefully."""
     fitting = [(m.score(objective), m, c) for c, m in tried.found.items() if m and tried.run.limits.fits(m)]
     least = min((score for score, _, _ in fitting), default=0.0)
     close = sorted((each for each in fitting if each[0] < _CLOSE * least), key=lambda each: each[0])
@@ -291,12 +290,12 @@ def worth_showing(run: Run, mechanisms: list[Mechanism]) -> list[Mechanism]:
 
 
 def order(run: Run, mechanism: Mechanism, objective: str) -> tuple[bool, float]:
-    """What fits comes first, and among that the best."""
+    """A sort key: mechanisms within the limits first, then by score."""
     return not run.limits.fits(mechanism), mechanism.score(objective)
 
 
 def pareto(mechanisms: Iterable[Mechanism], objective: str) -> list[Mechanism]:
-    """Those that nothing with as little memory beats, least memory first."""
+    """The mechanisms that no other with as little memory beats by half a percent, least memory first."""
     front: list[Mechanism] = []
     for mechanism in sorted(mechanisms, key=lambda m: (m.buffers, m.score(objective))):
         if not front or mechanism.score(objective) < front[-1].score(objective) * 0.995:
@@ -305,7 +304,7 @@ def pareto(mechanisms: Iterable[Mechanism], objective: str) -> list[Mechanism]:
 
 
 def _valley(score: Callable[[Parameters], float], values: Sequence[Parameters]) -> None:
-    """Find the least score of values in order, by golden sections; the scores remember themselves."""
+    """Find the least score of ordered values by golden sections; `score` remembers what it computed."""
     known: dict[int, float] = {}
 
     def at(index: int) -> float:

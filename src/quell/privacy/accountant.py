@@ -1,14 +1,10 @@
 """What an accountant is: one strategy under one sampling scheme, and everything that can be asked of it.
 
-An `Accountant` gives δ at (σ, ε) twice: an estimate, cheap enough to search with, and a certificate. Searching with
-certificates would void them: among many tries one succeeds by luck. So the search runs on estimates and on forecasts of
-where certificates will come out, and only then a short ladder of noise levels, fixed before the certificate's draws are
-looked at, is certified from the bottom; every rung has its share of the failure probability, so that all of them
-together fail no more often than is stated. Choosing between several strategies by their certificates is luck of the
-same kind: `comparisons` says between how many.
-
-The failure probability is 1% of δ by default and part of the δ that is reported. Noise levels are rounded up to five
-digits, so that they do not depend on the last bits of anybody's arithmetic.
+An `Accountant` gives δ at (σ, ε) twice: an estimate, cheap enough to search with, and a certificate. The search for σ
+uses estimates and forecasts only. Then a short ladder of noise levels, fixed in advance, is certified from the bottom.
+All rungs, and all strategies that are compared (`comparisons`), share a failure probability of 1% of δ, which is
+included in the reported δ (Proof 8 in docs/proofs.md). Noise levels are rounded up to five digits, so that they do not
+depend on the last bits of the arithmetic.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ class Accountant(ABC):
     @property
     @abstractmethod
     def reach(self) -> float:
-        """How far an example moves C·G that always takes part: noise for that is enough without amplification."""
+        """How far an example can move C·G that takes part in every batch: noise for that needs no random batches."""
 
     @property
     def statistical(self) -> bool:
@@ -57,30 +53,30 @@ class Accountant(ABC):
 
     @abstractmethod
     def guess(self, epsilon: float, delta: float) -> float:
-        """A noise level near the right one."""
+        """A noise level near the right one, to start from."""
 
     @abstractmethod
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
-        """δ, about, and its relative error."""
+        """An estimate of δ, and its relative error."""
 
     def rough(self, sigma: float, epsilon: float, effort: int) -> tuple[float, float]:
-        """The same in tens of milliseconds, for ranking: a percent of σ is five to twenty percent of δ."""
+        """The same in tens of milliseconds, for ranking. (A percent of σ is five to twenty percent of δ.)"""
         return self.estimate(sigma, epsilon, False)
 
     def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
-        """About the upper end that `certify` will give; asked only where certificates come from draws."""
+        """A prediction of `certify`'s upper end; only for accountants that draw."""
         return 0.0
 
     @abstractmethod
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
-        """δ in a bracket; `failure` is ignored where nothing is drawn."""
+        """An interval for δ that fails with probability at most `failure` (0 for accountants that do not draw)."""
 
     def at_least(self, epsilon: float, delta: float) -> float:
-        """Noise that is needed whatever `estimate` says, in milliseconds: what a search may prune by."""
+        """A lower bound on the noise, in milliseconds, by which a search may rule candidates out."""
         return 0.0
 
     def check_range(self, epsilon: float, delta: float) -> None:
-        """Beyond these the numbers of amplified accounting leave float64, and nothing is gained there anyway."""
+        """Refuse promises at which amplified accounting leaves the range of float64; it would gain nothing there."""
         if epsilon > 300 or delta < 1e-100:
             raise QuellError(
                 f"epsilon={epsilon:g}, delta={delta:g} is out of reach of amplified accounting (epsilon up to 300, "
@@ -88,11 +84,11 @@ class Accountant(ABC):
             )
 
     def safe_sigma(self, epsilon: float, delta: float) -> float:
-        """Noise that is enough without amplification."""
+        """Noise that is enough without random batches."""
         return self.reach * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
 
     def safe_epsilon(self, sigma: float, delta: float) -> float:
-        """The ε that holds without amplification."""
+        """The ε that holds without random batches."""
         return gaussian_epsilon(sigma / self.reach, delta)
 
     def estimate_sigma(
@@ -117,7 +113,7 @@ class Accountant(ABC):
         return round_up(sigma), error
 
     def estimate_epsilon(self, sigma: float, delta: float) -> float:
-        """About the ε of noise `sigma`, which may be far too little for any promise: a yardstick for comparisons."""
+        """An estimate of the ε of noise `sigma`, also of noise far too small for any promise: for comparisons."""
         low, high = 1e-3, self.safe_epsilon(sigma, delta)
         for _ in range(24):
             middle = math.sqrt(low * high)
@@ -185,7 +181,7 @@ class Accountant(ABC):
         return min(1.0, certificate.upper + failure), replace(certificate, failure=failure)
 
     def certificate_for(self, sigma: float, epsilon: float, delta: float, comparisons: int = 1) -> Certificate:
-        """The certificate that noise `sigma` is (epsilon, delta)-DP, refused where there is none.
+        """Certify that noise `sigma` is (epsilon, delta)-DP, or raise `QuellError`.
 
         It asks for the confidence of one rung of `certified_sigma`'s ladder, so what that returns passes here, and
         little is left to gain by trying several levels of noise by hand.

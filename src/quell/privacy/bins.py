@@ -1,17 +1,9 @@
-"""What each bin adds to C·G, as inner products: all that balls-in-bins accounting needs to know of a strategy.
+"""The Gram matrix of bins: all that balls-in-bins accounting needs to know of a strategy.
 
-An example in bin j takes part in steps j, j + b, j + 2b, …, so with C ≥ 0 the worst it can do is move the output by
-m_j = Σ_i C[:, j + ib]. Only the Gram matrix G_jl = ⟨m_j, m_l⟩ enters. Two facts keep it cheap and sound:
-
-* For Toeplitz C, G_{j+1,l+1} = G_jl − e_j·e_l, where e_j adds up the last entries of the columns of bin j. One row,
-  made by FFT, gives the whole matrix in O(b²).
-* Kahane's inequality (1985): E φ(Σ_l e^{u_l − Var(u_l)/2}) for convex φ and centred Gaussian u only grows when
-  covariances grow. Both directions of δ have that form (see `quell.privacy.tilting`), so G may be replaced by any
-  larger matrix. Rounding errors are rounded up that way, and beyond 1024 bins G is replaced by a circulant matrix that
-  dominates it, whose draws cost one FFT.
-
-Where C has negative entries none of this is true. Entries that are negative only by rounding are set to 0, and what
-that could change is added to δ (`slack`).
+An example in bin j takes part in steps j, j + b, j + 2b, … and, with C ≥ 0, moves the output by at most
+m_j = Σ_i C[:, j + ib]. Only G_jl = ⟨m_j, m_l⟩ matters, and δ only grows if G is replaced by a larger matrix. So
+rounding errors are rounded up, and many bins get a circulant matrix (Proof 4 in docs/proofs.md). Entries of C that are
+negative by rounding are set to 0, and δ is raised for it (`slack`, Proof 5).
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy
 
 
 class Binned(Protocol):
-    """What bins need to know of a scheme: how many there are, and how often one comes up."""
+    """What bins need to know of a scheme: their number, and how often each takes part."""
 
     @property
     def separation(self) -> int: ...
@@ -119,7 +111,7 @@ class Bins:
 
 
 def bins_of(strategy: Strategy, sampling: Binned) -> Bins:
-    """The bins of a strategy under balls-in-bins sampling.
+    """The bins of a strategy under balls-in-bins sampling (Proof 4).
 
     >>> from quell import strategy, workload
     >>> from quell.schemes import BallsInBins
@@ -144,7 +136,7 @@ def bins_of(strategy: Strategy, sampling: Binned) -> Bins:
 
 
 def negative_slack(strategy: Strategy, participations: int) -> float:
-    """How far the negative entries of C could move an output; refused unless they are rounding errors."""
+    """How far setting negative entries of C to 0 can move an output (Proof 5); refuses entries beyond rounding."""
     if isinstance(strategy, ToeplitzStrategy):
         scale = 1.0 if strategy.column_scale is None else strategy.column_scale
         entries, largest = strategy.coefficients, float(np.max(np.abs(scale)))
@@ -187,7 +179,7 @@ def _toeplitz_gram(first: Array, ends: Array) -> Array:
 
 
 def _folded_kernel(first: Array) -> Array:
-    """G_jl ≤ first[|j − l|] because e ≥ 0, so the larger of the two ways round the circle dominates."""
+    """The first row of a circulant matrix that dominates G: G_jl ≤ first[|j − l|] because e ≥ 0 (Proof 4)."""
     return np.asarray(np.maximum(first, np.concatenate([first[:1], first[:0:-1]])))
 
 
@@ -199,7 +191,7 @@ def _kernel(gram: Array) -> Array:
 
 
 def _gram_by_rows(strategy: ToeplitzStrategy, b: int) -> Array:
-    """Column-scaled Toeplitz C: every row by two FFT products."""
+    """The Gram matrix of column-scaled Toeplitz C: each row by two FFT products."""
     n = strategy.steps
     c = np.zeros(n)
     c[: min(n, strategy.bands)] = np.maximum(strategy.coefficients[:n], 0.0)
@@ -215,7 +207,7 @@ def _gram_by_rows(strategy: ToeplitzStrategy, b: int) -> Array:
 
 
 def _sparse_gram(strategy: Strategy, b: int) -> Array:
-    """Any other C, from its entries."""
+    """The Gram matrix of any other C, from its entries."""
     from scipy import sparse
 
     if isinstance(strategy, BandedStrategy):
@@ -230,7 +222,7 @@ def _sparse_gram(strategy: Strategy, b: int) -> Array:
 
 
 def _positive_definite(table: Array) -> Array:
-    """Raise the diagonal until the matrix is a covariance, which only makes it dominate more."""
+    """Raise the diagonal until the matrix is positive definite, which only makes it larger."""
     if table.ndim == 1:
         lowest = float(np.fft.rfft(table).real.min())
         table[0] += max(0.0, -lowest) * (1 + 1e-9)

@@ -1,16 +1,13 @@
 """The accountant of b-min-sep sampling (Dong & Ganesh 2026, arXiv:2602.09338), for C ≥ 0 with at most b bands.
 
-The pattern π of an example is a run of a Markov chain: ready, it takes part with probability p, and then waits for b
-steps; it starts in the stationary law. P mixes over all patterns, more than can be listed, but with at most b bands the
-columns of one pattern do not overlap, so its likelihood ratio is a product of one factor a_t = exp(u_t − α_t) per
-participation, and S follows from a recursion that runs backwards,
+An example that is ready takes part with probability p and then waits for b steps: its pattern is a run of a Markov
+chain. With at most b bands the columns of one pattern do not overlap, and S follows from the recursion
 
-    V_t = p·a_t·V_{t+b} + (1 − p)·V_{t+1},   V_t = 1 for t ≥ n,   S = Σ_r P(first ready at step r)·V_r,
+    V_t = p·a_t·V_{t+b} + (1 − p)·V_{t+1},   V_t = 1 for t ≥ n,   S = Σ_r P(first ready at step r)·V_r
 
-for θ-fold tilts with a_t^{(θ)} = exp(θu_t − θ²α_t) instead. Within a block of b steps the V_{t+b} are known and the
-rest is a first-order filter; between blocks only logarithms are kept. Proposals and certificates are those of
-`quell.privacy.importance`, but without extras, for whose weights no useful bound is known here: at small ε
-certificates are looser than for balls in bins, and cyclic Poisson sampling may be the better choice.
+with a_t = exp(u_t − α_t) (Proof 12 in docs/proofs.md). Within a block of b steps this is a first-order filter.
+Proposals and certificates are those of `quell.privacy.importance` without extras, so at small ε certificates are looser
+than for balls in bins, and cyclic Poisson sampling may be the better choice.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _ROUGH, _CAREFUL = 256, 1024  # pilot draws per proposal
 
 
 class Resting(Protocol):
-    """What the chain needs to know of a scheme: who has rested for `separation` steps joins with probability `rate`."""
+    """What the chain needs to know of a scheme: an example that is ready joins with probability `rate`."""
 
     @property
     def steps(self) -> int: ...
@@ -254,7 +251,7 @@ class ChainAccountant(Accountant):
 
 
 def _without_rounding(strategy: ToeplitzStrategy | BandedStrategy) -> ToeplitzStrategy | BandedStrategy:
-    """The strategy with the entries of C that rounding made negative set to 0; `slack` answers for them."""
+    """The strategy with the entries of C that are negative by rounding set to 0; `slack` accounts for it (Proof 5)."""
     if isinstance(strategy, BandedStrategy):
         return replace(strategy, row_bands=np.maximum(strategy.row_bands, 0.0))
     return replace(

@@ -1,11 +1,7 @@
-"""δ of composed subsampled Gaussians in milliseconds, from above: rounds of unlike noise, each entered by a coin.
+"""δ of composed subsampled Gaussians in milliseconds, rounded up; the rounds may have different noise.
 
-One round releases y = x + N(0, σ²), x = 1 with probability q and else 0, against N(0, σ²): its privacy loss is
-l(y) = ln(1 − q + q·exp((2y − 1)/2σ²)), which grows with y. Between two neighbouring places of a grid of losses lie
-known probabilities, P under the law with the example and Q without. Both are put onto the two places, the one way that
-keeps both sums: δ(ε) as a function of e^ε is convex, and this replaces it by its chords, so that δ only grows
-("connect the dots", arXiv:2207.04380). Fourier transforms compose the rounds. The grid spans what Chernoff bounds leave
-of the composed loss; what may lie beyond, and what rounding can do, is part of the answer (`Losses.lost`).
+Losses of each round are put onto a grid in a way that only raises δ (Proof 10 in docs/proofs.md; "connect the dots",
+arXiv:2207.04380), and Fourier transforms compose the rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ class Losses:
 
     values: Array
     mass: Array
-    lost: float  # what δ may be larger by: probability off the grid, and rounding
+    lost: float  # how much larger δ may be: probability beyond the grid, and rounding
 
     def delta(self, epsilon: float) -> float:
         """δ at `epsilon`, without what is lost."""
@@ -54,7 +50,7 @@ def coin_delta(rounds: Rounds, rate: float, epsilon: float) -> float:
 
 
 def coin_bound(rounds: Rounds, rate: float, epsilon: float) -> float:
-    """The same, and never less than δ."""
+    """An upper bound on the same δ (Proof 10)."""
     return max(losses.delta(epsilon) + losses.lost for losses in _both(rounds, rate))
 
 
@@ -69,7 +65,7 @@ def coin_epsilon(rounds: Rounds, rate: float, delta: float) -> float:
 
 
 def _both(rounds: Rounds, rate: float) -> tuple[Losses, Losses]:
-    """With the example against without it, and the other way round."""
+    """Losses of both directions: with the example against without it, and the reverse."""
     return _composed(rounds, rate, 1), _composed(rounds, rate, -1)
 
 
@@ -144,7 +140,7 @@ def _loss(rate: float, sigma: float, y: float) -> float:
 
 
 def _slices(rate: float, sigma: float, sign: int) -> tuple[Array, Array]:
-    """One round's loss and its law, roughly."""
+    """One round's losses and their probabilities on a coarse grid."""
     from scipy.special import ndtr
 
     edges = np.linspace(-_FAR * sigma, 1 + _FAR * sigma, _SLICES + 1)
@@ -158,7 +154,7 @@ def _slices(rate: float, sigma: float, sign: int) -> tuple[Array, Array]:
 
 
 def _reach(rounds: list[tuple[int, Array, Array]], sign: int) -> tuple[float, float]:
-    """What the composed loss, times `sign`, exceeds with probability `_TAIL` at most, about, and Chernoff's order."""
+    """About what the composed loss times `sign` exceeds with probability `_TAIL`, and that Chernoff bound's order."""
     spread = math.sqrt(sum(count * float(np.cov(loss, aweights=mass, bias=True)) for count, loss, mass in rounds))
     orders = np.geomspace(0.1 / max(spread, 1.0), 1000.0 / min(spread + 1e-12, 1.0), 40)
     moments = np.zeros(len(orders))

@@ -1,15 +1,7 @@
-"""Confidence bounds for the mean of bounded numbers, by betting (Waudby-Smith & Ramdas, arXiv:2010.09686).
+"""Confidence bounds for the mean of bounded numbers, by betting (Proof 7 in docs/proofs.md).
 
-Let X_1 … X_n be independent in [0, W], and μ the mean of their expectations. Someone who claims that the mean is m
-should not mind a bet of size s ≤ 1/W on each draw being below it. The bettor's capital
-
-    K(m) = Π (1 + s·(m − X_i))
-
-is never negative, and E[K(μ)] = Π (1 + s·(μ − μ_i)) ≤ 1 by the inequality of arithmetic and geometric means, also when
-the X_i come from different strata. By Markov P(K(μ) ≥ 1/β) ≤ β; K increases in m; so the m at which K(m) = 1/β is an
-upper bound for μ that fails with probability at most β. The bet must be fixed before the draws are seen. It plays the
-part of the variance in Bernstein's inequality, which this bound never exceeds by more than rounding: no variance has to
-be estimated with confidence of its own. A lower bound follows in the same way and needs no W.
+After Waudby-Smith & Ramdas, arXiv:2010.09686. The bound is where the capital K(m) = Π (1 + s·(m − X_i)) reaches
+1/failure. The bet s must be fixed before the draws are seen.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
-"""δ of a pair by importance sampling: a pilot that chooses, then a certificate from fresh draws.
+"""δ of a pair by importance sampling: a pilot chooses how to draw, then a certificate is made from fresh draws.
 
-The *pilot* spends a few thousand draws on every candidate proposal. It gives a point estimate of δ, the mixture of
-proposals with the smallest variance, and the number of draws that a certificate will need. The *certificate* draws
-anew, from a stream that the pilot never touches, so that everything chosen (mixture, number of draws, size of the bet)
-is independent of what it is applied to. Its upper bound (`quell.privacy.confidence`) uses the weight bound that the
-mixture proves (`quell.privacy.tilting`); draws are allotted to the proposals in fixed numbers.
+The *pilot* spends a few thousand draws on every candidate proposal. It estimates δ and chooses the mixture of proposals
+and the number of draws. The *certificate* draws from a stream that the pilot never touches, so what was chosen is
+independent of what it is applied to (Proof 6 in docs/proofs.md). Its upper bound (`quell.privacy.confidence`) uses the
+weight bound of the mixture (`quell.privacy.tilting`). For proposals with extras it first bounds their constants Z from
+above, with a tenth of the failure probability.
 
-A proposal with extras is drawn in two ways. The pilot takes tuples as they come, with their weights A. The certificate
-accepts them with probability A/max A, which leaves no weight, and divides by a density that is right but for the
-constant Z = E A. For that it first takes an upper confidence bound Z̄, from tuples of a third stream: dividing by less
-than the density can only raise the mean. Two statements about moderate numbers cost far fewer draws than one about
-their product, whose bound is the product of their bounds. A tenth of the failure probability is for the constants.
-
-Streams are numbered, not shared: chunk i of proposal k always gets the same generator, so results do not depend on the
-number of threads, and differ between machines by rounding only.
+Every chunk of draws has its own numbered generator, so results do not depend on the number of threads, and differ
+between machines by rounding only.
 """
 
 from __future__ import annotations
@@ -63,7 +57,7 @@ _BLENDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Mixture:
-    """Proposals with their shares, what the pilot knows of the weights A of those with extras, and its promises."""
+    """Proposals with their shares, what the pilot learned about them, and the bound on X."""
 
     proposals: tuple[Proposal, ...]
     shares: Array
@@ -77,7 +71,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Pilot:
-    """What a few draws from every candidate say about one direction of δ."""
+    """What a few draws from every candidate proposal tell about one direction of δ."""
 
     direction: Direction
     estimate: float
@@ -87,7 +81,7 @@ class Pilot:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Draws from all proposals of a mixture, one after the other."""
+    """Draws from all proposals of a mixture, concatenated."""
 
     numerator: Array  # ln (…)₊
     densities: Array  # (proposals, m) ln ρ_k
@@ -96,7 +90,7 @@ class Drawn:
 
 
 def pilot(pair: Pair, direction: Direction, epsilon: float, size: int, failure: float | None = None) -> Pilot:
-    """`size` draws from every candidate proposal; a mixture is chosen where a certificate is to follow."""
+    """Take `size` draws from every candidate proposal; choose a mixture if a certificate is to follow (`failure`)."""
     proposals = tuple(candidates(pair, direction, epsilon))
     drawn, constants = _draw(pair, direction, epsilon, proposals, [size] * len(proposals), None)
     even = np.full(len(proposals), 1.0 / len(proposals))
@@ -129,7 +123,7 @@ class Scouted:
 
 
 def scout(pair: Pair, epsilon: float, failure: float, size: int) -> Scouted:
-    """Pilots in both directions; one whose δ is proven to be negligible needs none."""
+    """Run the pilots of both directions, except where δ is proven to be negligible without draws."""
     free = {direction: sampling_free(pair, direction, epsilon) for direction in DIRECTIONS}
     pilots = [pilot(pair, "remove", epsilon, size, failure)]
     if free["add"] > 1e-3 * pilots[0].estimate:
@@ -147,10 +141,7 @@ def scout(pair: Pair, epsilon: float, failure: float, size: int) -> Scouted:
 
 
 def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Certificate:
-    """Bounds on δ, the larger of the two directions, that hold but with probability `failure`.
-
-    The larger δ is understated only if the bound of *its* direction fails, so the two need not share `failure`.
-    """
+    """Bounds on δ, the larger of the two directions, that fail with probability at most `failure` (Proof 6)."""
     lower, upper, used = 0.0, scouted.rest, 0
     for each, count in zip(scouted.pilots, scouted.draws, strict=True):
         floor, ceiling, draws = _certify_direction(pair, each, epsilon, failure, count)
@@ -159,7 +150,7 @@ def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Cer
 
 
 def _draws(pair: Pair, pilots: list[Pilot], failure: float) -> list[int]:
-    """How many draws the certificate of each direction should take: for the finest width that is cheap, or for 5%."""
+    """How many draws each direction's certificate should take: for the narrowest width that is cheap, at most 5%."""
     top = max(each.estimate for each in pilots)
     if top == 0.0:
         return [0] * len(pilots)
@@ -188,7 +179,7 @@ def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: fl
 def _certify_direction(
     pair: Pair, piloted: Pilot, epsilon: float, failure: float, count: int
 ) -> tuple[float, float, int]:
-    """Lower and upper bound on δ in the pilot's direction, and the draws that took."""
+    """Lower and upper bound on δ in the pilot's direction, and how many draws that took."""
     mixture = piloted.mixture
     if mixture is None or not count:
         return 0.0, 1.0, 0
@@ -244,7 +235,7 @@ def _draw(
     counts: list[int],
     log_constants: Array | None,
 ) -> tuple[Drawn, Array]:
-    """Draws from every proposal, reduced chunk by chunk: for a certificate where the constants Z are given.
+    """Draws from every proposal, reduced chunk by chunk: for a certificate if the constants Z are given.
 
     Otherwise they are the pilot's, which takes tuples with their weights and estimates Z from them.
     """
@@ -295,7 +286,7 @@ def _log_mixture(densities: Array, shares: Array) -> Array:
 
 
 def _price(pair: Pair, proposal: Proposal, log_constant: float) -> float:
-    """What an accepted draw costs, beside one without extras."""
+    """What an accepted draw costs relative to one without extras."""
     if not isinstance(proposal, Tilt):
         return 1.0
     return 1.0 + PRICE_OF_EXTRA * proposal.extra * math.exp(min(50.0, pair.log_most(proposal) - log_constant))

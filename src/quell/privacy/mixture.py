@@ -1,9 +1,9 @@
 """The accountant of balls-in-bins sampling, for any strategy with C ≥ 0.
 
-P is a mixture of b Gaussians, Q the one without the example (arXiv:2410.06266): for non-negative C that pair dominates
-every adaptive run. Independent noise is exact (`orthogonal`), one bin is the Gaussian mechanism, everything else
-is importance sampling with a certificate (`importance`). δ never exceeds that of the Gaussian mechanism at
-max_j ‖m_j‖, because the mixture is no easier to tell from Q than its worst component.
+P is a mixture of b Gaussians and Q the Gaussian without the example; for C ≥ 0 this pair dominates every adaptive run
+(arXiv:2410.06266, Proof 4 in docs/proofs.md). Independent noise is computed exactly (`orthogonal`), one bin is the
+Gaussian mechanism, and everything else uses importance sampling with a certificate (`importance`). δ never exceeds that
+of the Gaussian mechanism at max_j ‖m_j‖, because a mixture is no easier to tell from Q than its worst component.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BinAccountant(Accountant):
         return self.bins.count > 1 and self._levels is None
 
     def guess(self, epsilon: float, delta: float) -> float:
-        """Where the bound without draws is 30 δ, for the bins of the first row."""
+        """The noise at which the bound without draws is 30·δ, for the bins of the first row."""
         row = self.bins.table[0] if self.bins.exact else self.bins.table
         circle = Bins(np.maximum(row, np.concatenate([row[:1], row[:0:-1]])))
         low, high = math.log(0.02 * self.reach), math.log(self.safe_sigma(epsilon, delta))
@@ -89,11 +89,7 @@ class BinAccountant(Accountant):
         return max(found, importance.pilot(pair, "add", epsilon, size).estimate), error
 
     def at_least(self, epsilon: float, delta: float) -> float:
-        """Two bounds from below. Every pattern moves the output along the mean pattern m̄ by ⟨m_j, m̄⟩/‖m̄‖ at least,
-        and seen along that line alone the mechanism is no harder to tell apart than a Gaussian one of the smallest of
-        these. And by Kahane's inequality (`quell.privacy.bins`) δ only shrinks when overlaps are taken for 0 and all
-        bins for the lightest: then noise is that of independent bins, which is known exactly.
-        """
+        """The larger of two lower bounds: along the mean pattern, and for independent bins (Proof 13)."""
         pull, lightest = self.bins.pull, math.sqrt(float(self.bins.energies.min()))
         pulled = float(pull.min()) / math.sqrt(float(pull.mean())) * gaussian_sigma(epsilon, delta)
         return max(pulled, lightest * _apart(self.bins.count, epsilon, delta))
@@ -151,5 +147,5 @@ class BinAccountant(Accountant):
 
 @lru_cache(maxsize=64)
 def _apart(bins: int, epsilon: float, delta: float) -> float:
-    """Noise for so many bins of norm 1 that do not overlap, a little rounded down."""
+    """Noise for `bins` bins of norm 1 that do not overlap, rounded down a little."""
     return 0.995 * BinAccountant(Bins(np.eye(1, bins)[0])).estimate_sigma(epsilon, delta, effort=1)[0]

@@ -1,15 +1,4 @@
-"""Balls in bins with independent noise, exactly: no draws, a bracket from convolutions.
-
-When no two bins overlap, S = (1/b)·Σ_j a_j is a mean of *independent* log-normal numbers of mean 1 (the identity of
-random allocation: k epochs of noise σ are one epoch of noise σ/√k). Both directions follow from its distribution on a
-bounded interval, because E S = 1:
-
-    remove:  E(S − K)₊ = 1 − K + E(K − S)₊        add:  E(1 − K·S)₊ = K·E(1/K − S)₊        K = e^ε.
-
-E(t − S)₊ is convex and decreasing in every a_j. So splitting the mass of each grid cell between its ends, mean kept,
-makes it larger (convex order), and for E(S − K)₊ moving all mass down makes it smaller: with sums by FFT that gives
-both ends.
-"""
+"""Balls in bins with independent noise: an interval for δ from convolutions, no draws (Proof 9 in docs/proofs.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +17,7 @@ _ROUNDING = 1e-12  # absolute error allowed to the convolutions, per unit of K; 
 def orthogonal_delta(
     levels: Sequence[tuple[float, int]], direction: Direction, epsilon: float, grid: int = FINE
 ) -> tuple[float, float]:
-    """[lower, upper] for δ in one direction; `levels` lists (α = ‖m_j‖²/2σ², number of such bins).
+    """An interval [lower, upper] for δ in one direction; `levels` lists (α = ‖m_j‖²/2σ², number of such bins).
 
     >>> low, high = orthogonal_delta([(0.5, 1)], "remove", 1.0)  # one bin is the Gaussian mechanism with σ = 1
     >>> round(low, 8), round(high, 8)
@@ -54,7 +43,7 @@ def orthogonal_delta(
 
 
 def _split(alpha: float, cell: float, grid: int) -> Array:
-    """(grid + 1,) mass on the grid points, that of each cell split between its ends so that its mean stays."""
+    """(grid + 1,) mass on the grid points: each cell's mass is split between its ends so that the mean is kept."""
     mass, moment = _cells(alpha, cell, grid)
     right = np.clip(moment / cell - np.arange(grid) * mass, 0.0, mass)
     on_grid = np.zeros(grid + 1)
@@ -64,7 +53,7 @@ def _split(alpha: float, cell: float, grid: int) -> Array:
 
 
 def _moved_down(alpha: float, cell: float, grid: int) -> tuple[Array, float]:
-    """The mass of each cell at its lower end; and the mean, all of what lies beyond the grid included."""
+    """The mass of each cell at its lower end, and the mean including everything beyond the grid."""
     mass, moment = _cells(alpha, cell, grid)
     kept = float(np.sum(mass * np.arange(grid))) * cell + (1.0 - float(np.sum(moment)))
     return np.concatenate([mass, [0.0]]), kept

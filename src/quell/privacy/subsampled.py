@@ -1,12 +1,9 @@
 """The accountant of Poisson and cyclic Poisson sampling, by dp-accounting's privacy loss distributions.
 
-With g groups and C of at most g bands, the columns of C that one example can touch do not overlap, so its
-participations are ⌈n/g⌉ adaptively composed Gaussian mechanisms of noise σ/‖column‖, each entered with probability rate
-(arXiv:2306.08153, Theorem 2; g = 1 is DP-SGD, arXiv:1607.00133). Signs of C do not matter here. The library composes
-pessimistic discretisations for the upper end and optimistic ones for the lower; it does so by raising Fourier
-coefficients to a power, which multiplies their rounding errors by the number of rounds, so both ends are moved outwards
-by that (`_ROUNDING`). Below it, no amplification can be certified. Columns of different norms, as `diagonal` has
-them, are composed by `coins`: the library takes seconds to set up each of them.
+With g groups and C of at most g bands, one example's participations are ⌈n/g⌉ composed Gaussian mechanisms of noise
+σ/‖column‖, each entered with probability `rate` (arXiv:2306.08153, Theorem 2; g = 1 is DP-SGD, arXiv:1607.00133). How
+columns of different norms are handled, and how rounding errors are counted, is Proof 11 in docs/proofs.md. Columns of
+different norms are composed by `coins`, because the library takes seconds to set up each of them.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ _LEVELS = 24  # of norms that differ
 
 @dataclass(frozen=True)
 class CoinAccountant(Accountant):
-    """Compositions at `rate`; `columns` says how many of them have a column of which norm."""
+    """Compositions at `rate`; `columns` lists (how many rounds, the norm of their columns)."""
 
     columns: tuple[tuple[int, float], ...]
     rate: float
@@ -58,7 +55,7 @@ class CoinAccountant(Accountant):
 
     @property
     def reach(self) -> float:
-        """The norm of all columns together: what an example moves that always takes part."""
+        """The norm of all columns together: how far an example moves the output that takes part in every round."""
         return math.sqrt(math.fsum(count * norm**2 for count, norm in self.columns))
 
     @property
@@ -99,7 +96,7 @@ class CoinAccountant(Accountant):
         return Certificate(max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds), upper, method)
 
     def relative(self, sigma: float) -> tuple[tuple[int, float], ...]:
-        """How many rounds have noise of which size in units of what an example adds to them."""
+        """(rounds, noise) with noise in units of what an example adds to those rounds."""
         return tuple((count, sigma / norm) for count, norm in self.columns)
 
     def _upper(self, sigma: float, epsilon: float, spacing: float) -> float:
@@ -128,10 +125,9 @@ def _share(epsilon: float) -> float:
 
 
 def _columns(norms: Array, groups: int) -> tuple[tuple[int, float], ...]:
-    """How many columns of which norm are at least those of any group.
+    """(count, norm) of columns that are at least as large as those of every group (Proof 11).
 
-    The largest of every group's columns are at most the largest of these, the second largest at most the second, and so
-    on, and noise composes in any order. Norms are rounded up to `_LEVELS` of them, or to one where that costs little.
+    Norms are rounded up to `_LEVELS` different ones, or to a single one where that costs little.
     """
     rounds = -(-len(norms) // groups)
     padded = np.zeros(rounds * groups)
@@ -146,5 +142,5 @@ def _columns(norms: Array, groups: int) -> tuple[tuple[int, float], ...]:
 
 @lru_cache(maxsize=256)
 def _unit_noise(columns: tuple[tuple[int, float], ...], rate: float, epsilon: float, delta: float) -> float:
-    """Noise where the largest column has norm 1, quickly: many strategies share the others."""
+    """A quick estimate of the noise for columns of which the largest has norm 1; many strategies share these."""
     return Accountant.estimate_sigma(CoinAccountant(columns, rate), epsilon, delta, effort=1)[0]

@@ -1,35 +1,9 @@
-"""Proposals for rare privacy losses, each with a proven bound on its weights.
+"""Proposals for importance sampling of rare privacy losses, each with a proven bound on its weights.
 
-An example that takes part in the random pattern π moves the output by m_π, so the accountant compares
-
-    P = E_π N(m_π, σ²I)   with   Q = N(0, σ²I).      S = dP/dQ = E_π exp(u_π − α_π),   L = ln S,
-
-with u_π = ⟨m_π, y⟩/σ², α_π = ‖m_π‖²/2σ². The two directions of δ at ε are expectations of convex functions of S:
-
-    remove:  E_Q (S − e^ε)₊        add:  E_Q (1 − e^ε·S)₊
-
-and both are rare events. A proposal R with density ρ = dR/dQ turns them into averages of X = (…)₊/ρ over draws from R.
-Two families are mixed:
-
-* `Tilt(θ, extra)`, θ ≥ 1: N(θ·m_1 + m_2 + … + m_{1+extra}, σ²I). The first pattern is drawn as it is, every further one
-  in proportion to exp⟨m, what is there already⟩/σ². Without extras this is the mixture itself, moved θ times as far;
-  its density is ρ_θ = E_π exp(θu_π − θ²α_π) ≥ S^θ·exp(−θ(θ−1)·max α) by Jensen. With θ = 1 the extras aim at Q·S^c,
-  c = 1 + extra, the best exponential tilt there is. A = Π E_π exp⟨m_π, what is there already⟩/σ², over the extras, is
-  known for every tuple, and by Hölder A ≤ max A = Π_{i<extra} max_π' E_π exp((θ+i)·⟨m_π, m_π'⟩/σ². A tuple that is
-  accepted with probability A/max A leads to the density ρ_θ·S^extra/Z exactly, Z = E A; one that is always accepted
-  leads there if X is multiplied by A/Z, which can be large. Any Z̄ ≥ Z may take the place of Z: X only grows.
-  Instead of extras a tilt can have a shift s·m̄, m̄ = E_π m_π, which proves nothing but often meets the event.
-* `Mean(s)`: N(s·m̄, σ²I). Its density is exp(s·ū − s²·ā), ū = E_π u_π, ā = ‖m̄‖²/2σ². For s < 0 it
-  bounds weights where S is small: S ≥ exp(ū − ᾱ) by Jensen, ᾱ = E α_π, hence ρ ≥ exp(s·(L + ᾱ) − s²·ā).
-
-Each family bounds X on the whole event, because ρ is at least its own share w·ρ_k of the mixture:
-
-    remove, c = θ + extra:  X ≤ κ(c)·e^{−(c−1)ε}·exp(θ(θ−1)·max α)·Z̄/w
-    add, s = −shift:        X ≤ κ(s+1)·e^{−s(ε−ᾱ) + s²ā}/w
-    κ(c) = max_x e^{−(c−1)x}(1 − e^{−x}) = ((c−1)/c)^{c−1}/c.
-
-Since R has total mass one, the same bounds with w = 1 and Z̄ = max A are bounds on δ that need no draws at all
-(`sampling_free`): the first is a Rényi divergence of order c, bounded by Hölder.
+The accountant compares P = E_π N(m_π, σ²I), the output with an example, with Q = N(0, σ²I), the output without it.
+δ at ε in the directions "remove" and "add" is the mean of X = (S − e^ε)₊/ρ or (1 − e^ε·S)₊/ρ over draws from a
+proposal with density ρ, where S = dP/dQ and L = ln S. Notation, both families of proposals and the bounds on X are in
+Proof 3 in docs/proofs.md.
 """
 
 from __future__ import annotations
@@ -50,7 +24,7 @@ _ROUNDING = 1e-9  # added to the logarithm of every bound
 
 @dataclass(frozen=True)
 class Tilt:
-    """Towards the example: one pattern θ times, and with it `extra` patterns drawn to match, or a shift along m̄."""
+    """Noise moved by θ times one random pattern, plus `extra` patterns drawn to match it or a shift along m̄."""
 
     theta: float
     extra: int = 0
@@ -63,7 +37,7 @@ class Tilt:
 
 @dataclass(frozen=True)
 class Mean:
-    """Along the average pattern: forwards, or backwards for a negative shift."""
+    """Noise moved along the average pattern m̄ (against it for a negative shift)."""
 
     shift: float
 
@@ -74,7 +48,7 @@ Key = tuple[float, float]
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws from one proposal, reduced to what weights depend on; all (m,) but `powers`, (keys, m)."""
+    """Draws from one proposal, reduced to what weights depend on; all have shape (m,), `powers` has (keys, m)."""
 
     loss: Array  # L
     drift: Array  # ū = E_π u_π
@@ -91,7 +65,7 @@ class Pair(Protocol):
 
     @property
     def rarest(self) -> float:
-        """ln 1/probability of the likeliest pattern, about."""
+        """About ln(1/probability of the likeliest pattern)."""
 
     @property
     def heaviest(self) -> float:
@@ -106,10 +80,10 @@ class Pair(Protocol):
         """ā = ‖m̄‖²/2σ²."""
 
     def log_most(self, tilt: Tilt) -> float:
-        """ln max A; inf where no bound is known, and the tilt must not be used."""
+        """ln max A; inf if no bound is known, in which case the tilt must not be used."""
 
     def log_weights(self, tilt: Tilt, count: int, random: np.random.Generator) -> Array:
-        """ln A of some tuples."""
+        """ln A of `count` random tuples."""
 
     def draw(
         self, proposal: Proposal, keys: tuple[Key, ...], count: int, random: np.random.Generator, exact: bool
@@ -123,7 +97,7 @@ def log_kappa(order: float) -> float:
 
 
 def log_bound(proposal: Proposal, pair: Pair, direction: Direction, epsilon: float, log_constant: float) -> float:
-    """ln of the bound on X·w that this proposal proves; inf where it proves none."""
+    """ln of the bound on X·w that this proposal proves (Proof 3); inf if it proves none."""
     match proposal:
         case Tilt(theta=theta, extra=extra, shift=0.0) if direction == "remove":
             c = theta + extra
@@ -135,7 +109,7 @@ def log_bound(proposal: Proposal, pair: Pair, direction: Direction, epsilon: flo
 
 
 def sampling_free(pair: Pair, direction: Direction, epsilon: float) -> float:
-    """A bound on δ in one direction that needs no draws."""
+    """A bound on δ in one direction that needs no draws (end of Proof 3)."""
     if direction == "add":
         bound = log_bound(Mean(-best_shift(pair, epsilon)), pair, direction, epsilon, 0.0)
     else:
@@ -153,7 +127,7 @@ def best_power(pair: Pair, epsilon: float) -> float:
 
 
 def best_extra(pair: Pair, epsilon: float) -> int:
-    """How many extras with θ = 1 give the smallest bound, 0 if they prove nothing."""
+    """How many extras with θ = 1 give the smallest bound; 0 if none of them helps."""
     best, chosen, worse = 0.0, 0, 0
     for extra in range(1, _MOST_EXTRA + 1):
         tilt = Tilt(1.0, extra)
@@ -165,14 +139,14 @@ def best_extra(pair: Pair, epsilon: float) -> int:
 
 
 def best_shift(pair: Pair, epsilon: float) -> float:
-    """The s with the smallest bound in direction add, from a grid that ends where the tilt reaches −ε."""
+    """The s with the smallest bound in direction "add", from a grid that ends where the mean loss reaches −ε."""
     grid = np.concatenate([[0.5], np.geomspace(1.0, max(2.0, epsilon / (2 * pair.centre)), 40)])
     bounds = [log_bound(Mean(-float(s)), pair, "add", epsilon, 0.0) for s in grid]
     return float(grid[int(np.argmin(bounds))])
 
 
 def candidates(pair: Pair, direction: Direction, epsilon: float) -> list[Proposal]:
-    """Proposals worth mixing. The first is always one that proves a bound."""
+    """Proposals worth mixing. The first one always proves a bound."""
     full = epsilon / (2 * pair.centre)  # Mean(full) moves a loss without fluctuations to ε
     if direction == "add":
         low = best_shift(pair, epsilon)
@@ -198,7 +172,7 @@ def keys_of(proposals: tuple[Proposal, ...]) -> tuple[Key, ...]:
 
 
 def log_density(proposal: Proposal, draws: Draws, keys: tuple[Key, ...], pair: Pair, log_constant: float) -> Array:
-    """ln ρ at the draws, or what takes its place where there are extras."""
+    """ln ρ at the draws; with extras, exact up to the constant Z that `log_constant` replaces."""
     along = proposal.shift * draws.drift - proposal.shift**2 * pair.centre
     if isinstance(proposal, Mean):
         return along

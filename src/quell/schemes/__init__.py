@@ -1,4 +1,4 @@
-"""How batches are formed: a scheme fixes the batches, how often one example takes part, and which accountant is valid.
+"""How batches are formed. A scheme fixes the batches, how often one example takes part, and the accountant.
 
 | scheme | who is in the batch of step t | priced by (`quell.privacy`) | takes |
 |---|---|---|---|
@@ -67,7 +67,7 @@ def named(text: str) -> tuple[type[Scheme], ...]:
 
 
 def suited(allowed: tuple[type[Scheme], ...], bands: int, separation: int) -> tuple[type[Scheme], ...]:
-    """Those of the allowed schemes that a strategy of so many bands should be tried with; one alone is not questioned.
+    """The allowed schemes to try for a strategy with `bands` bands; a single allowed one is always taken.
 
     >>> [kind.name for kind in suited(BEST, bands=1, separation=390)]
     ['poisson', 'cyclic']

@@ -1,4 +1,4 @@
-"""b-min-sep sampling: a coin for whoever has rested long enough (Dong & Ganesh 2026, arXiv:2602.09338)."""
+"""b-min-sep sampling: examples join at random, with a pause after each use (Dong & Ganesh 2026, arXiv:2602.09338)."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class BMinSep(Scheme):
         return self.rate / (1.0 + (self.separation - 1) * self.rate)
 
     def batch(self, stream: Batches, step: int) -> Indices:
-        """Batches have a memory, so this replays the steps before; iterate instead."""
+        """One batch. It depends on the batches before, so this replays them; iterate instead if you need all."""
         return next(self.batches(stream, step))
 
     def batches(self, stream: Batches, start: int) -> Iterator[Indices]:
-        """Everyone flips a coin at every step; heads counts for those who are ready, and makes them wait b steps."""
+        """At every step each example is drawn with probability `rate`; those that are ready join and then pause."""
         key, examples, b, rate = stream.key, stream.examples, self.separation, self.rate
         ready = np.empty(examples, dtype=np.int32)  # the first step at which an example may take part
         for block, first in enumerate(range(0, examples, _BLOCK)):

@@ -1,4 +1,4 @@
-"""Balls in bins: every example has one batch of the epoch, drawn once, and stays there."""
+"""Balls in bins: each example is put into one batch of the epoch at random, once, and stays there."""
 
 from __future__ import annotations
 

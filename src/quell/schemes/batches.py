@@ -48,7 +48,7 @@ class Batches:
 
     @property
     def expected_size(self) -> float:
-        """What gradient sums are divided by."""
+        """The expected batch size, by which gradient sums are divided."""
         return self.examples * self.scheme.fraction
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Batches:
         return step
 
     def members(self, group: int) -> Indices:
-        """Who is in a group; everyone is in one of `separation` groups, drawn once."""
+        """The members of one of `separation` groups; each example is in one group, drawn once."""
         order, starts = self._groups
         return order[starts[group] : starts[group + 1]].astype(np.int64)
 

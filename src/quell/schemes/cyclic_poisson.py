@@ -1,4 +1,4 @@
-"""Cyclic Poisson sampling: groups take turns, and their members join by coins. For C with few bands."""
+"""Cyclic Poisson sampling: groups take turns, and their members join at random. For C with few bands."""
 
 from __future__ import annotations
 

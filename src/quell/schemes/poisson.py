@@ -1,4 +1,4 @@
-"""Poisson sampling: a coin for every example at every step. For independent noise."""
+"""Poisson sampling: each example joins each step at random. For independent noise."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Poisson(Scheme):
 
 
 def instead(strategy: Strategy) -> str:
-    """What can be priced where a strategy has too many bands for the coins."""
+    """What to use instead, in words, for a strategy that has too many bands."""
     advice = "use balls_in_bins, which takes any C >= 0"
     if strategy.bands < strategy.steps:
         advice += f", or cyclic_poisson with at least {strategy.bands:,} groups"

@@ -1,4 +1,4 @@
-"""What a sampling scheme is: everything that one way of forming batches decides, in one class.
+"""What a sampling scheme is: one way of forming batches, and everything that depends on it, in one class.
 
 A scheme says who is in the batch of a step, how often one example can take part, which strategies it goes with, which
 accountant prices it, and how to say all that to people. Each scheme is one file of this package and one line in its
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Scheme(ABC):
-    """One way of forming batches, made for one run: a frozen dataclass with `steps` and whatever else it needs."""
+    """One way of forming batches for one run: a frozen dataclass with `steps` and the scheme's own numbers."""
 
     name: ClassVar[str]  # which is API
     adjacency: ClassVar[str] = "add-remove"
@@ -52,17 +52,17 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def for_run(cls, participation: Participation, bands: int) -> Self:
-        """The scheme for a run: the same steps and expected batch size, groups as a strategy of so many bands needs."""
+        """The scheme for a run, with its steps and expected batch size and the groups that `bands` bands need."""
 
     @classmethod
     def suits(cls, bands: int, separation: int) -> bool:
-        """Whether a search should try it for a strategy of so many bands; asking for it by name is always possible."""
+        """Whether a search should try it for a strategy with `bands` bands; it can always be asked for by name."""
         return True
 
     @property
     @abstractmethod
     def participation(self) -> Participation:
-        """How often, and how densely, one example can take part."""
+        """How often, and how far apart, one example can take part."""
 
     if TYPE_CHECKING:  # a field in some, which must not find a property here
 
@@ -76,31 +76,31 @@ class Scheme(ABC):
 
     @property
     def breaks_promise(self) -> str | None:
-        """Why batches must not be formed like this although they can be priced; None where they may be."""
+        """Why batches must not be formed like this although they can be priced; None if they may be."""
         return None
 
     @abstractmethod
     def batch(self, stream: Batches, step: int) -> Indices:
-        """Who takes part in a step."""
+        """The examples of one step."""
 
     def batches(self, stream: Batches, start: int) -> Iterator[Indices]:
         """The batches from a step to the end of the run."""
         return (self.batch(stream, step) for step in range(start, self.steps))
 
     def for_training(self) -> Scheme:
-        """The scheme as training wants it: the same privacy."""
+        """The scheme that training should use, with the same privacy."""
         return self
 
     def of_first(self, steps: int) -> Scheme | None:
-        """The scheme of the first steps alone; None where their privacy is not that of a shorter run."""
+        """The scheme of the first steps alone; None if their privacy is not that of a shorter run."""
         return None
 
     @abstractmethod
     def account(self, strategy: Strategy) -> Accountant:
-        """A new accountant; refused, with the reason, where the scheme does not go with the strategy."""
+        """A new accountant; raises `QuellError` if the scheme does not go with the strategy."""
 
     def accountant(self, strategy: Strategy) -> Accountant:
-        """The accountant of a strategy under this scheme, made once for all who ask soon."""
+        """The accountant of a strategy under this scheme, cached."""
         return _accountant(self, strategy)
 
 
@@ -112,14 +112,14 @@ def _accountant(scheme: Scheme, strategy: Strategy) -> Accountant:
 
 
 def checked_rate(rate: float) -> float:
-    """The probability of a coin."""
+    """`rate` as a probability, or `QuellError`."""
     if not 0 < require_finite("rate", rate) <= 1:
         raise QuellError(f"rate={rate:g} must lie between 0 and 1: it is expected batch size / examples")
     return float(rate)
 
 
 def made_of(kind: type[Scheme], options: dict[str, Any], takes: list[str], required: list[str]) -> Scheme:
-    """A scheme from its options, each of them known and none missing."""
+    """A scheme from its options, with unknown and missing ones refused."""
     if unknown := sorted(set(options) - set(takes)):
         raise QuellError(f"{kind.name} does not take {', '.join(unknown)}{kind.unknown}; it takes {', '.join(takes)}")
     if missing := [option for option in required if option not in options]:

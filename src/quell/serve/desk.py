@@ -1,7 +1,7 @@
-"""What `quell serve` computes: a request's parameters, checked, into a run, and that into a plan.
+"""What `quell serve` computes: check a request's parameters, make a run of them, and a plan of that.
 
 A person who drags a slider sends many requests and wants the answer to the last one. `Desk` computes one plan at a
-time and abandons a computation as soon as the same page has asked for something newer.
+time and stops a computation as soon as the same page has sent a newer request.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _LABELS = {
 
 
 class SupersededError(Exception):
-    """The same page has asked for something newer."""
+    """The same page has sent a newer request."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def draft_plan(run: Run) -> Plan:
 
 
 class Desk:
-    """Answers one question at a time; of each page only the latest."""
+    """Answers one request at a time, and of each page only the latest."""
 
     def __init__(self) -> None:
         self._working, self._writing = Lock(), Lock()
@@ -138,7 +138,7 @@ class Desk:
         self._latest: dict[str, int] = {}
 
     def answer(self, question: Question) -> dict[str, Any]:
-        """The content of the plan; `SupersededError` once the same page has asked for another."""
+        """The content of the plan's page; `SupersededError` once the same page has sent a newer request."""
         ticket = self._ticket(question.page)
 
         def still_wanted(*_: object) -> None:

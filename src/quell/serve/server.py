@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 
 
 class PageServer(ThreadingHTTPServer):
-    """One page and one desk behind it; `port` 0 takes any free one."""
+    """Serves one page and its plans; `port` 0 takes any free one."""
 
     daemon_threads = True  # Ctrl-C does not wait for a plan nobody will read
 

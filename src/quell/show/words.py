@@ -105,9 +105,7 @@ def legend(
 
 
 def promise(guarantee: Guarantee, unit: str = "example") -> str:
-    """
-    The promise in one line, without the full stop: ε, δ, whom it protects and how batches are formed.
-    """
+    """The promise in one line, without a full stop: ε, δ, whom it protects and how batches are formed."""
     return (
         f"{level(guarantee.epsilon, guarantee.delta)} per {unit} ({guarantee.adjacency} neighbours) under "
         f"{guarantee.sampling} sampling"

@@ -21,7 +21,7 @@ Candidates = Iterable[Parameters]
 Line = list[dict[str, Parameter]]  # parameter values in an order along which scores have one valley
 
 NORMALISE = "column_normalise"  # the parameter of families whose columns can be scaled to norm 1
-HORIZON = "horizon"  # the parameter of families that can be shaped for sums that fade
+HORIZON = "horizon"  # how many steps back an optimised design looks
 DIVERGENCE = "divergence"  # the parameter of families that can be shaped for amplification
 LEAST_DIVERGENCE, MOST_DIVERGENCE = 1e-12, 100.0  # of far too much noise; nobody's privacy: beyond, nothing changes
 _DIVERGENCES = np.geomspace(1 / 8, 4, 11)  # that are tried, in those of the Gaussian mechanism with the same promise
@@ -31,7 +31,7 @@ _MOST_WORK = 6e8  # operations that one candidate's error may take
 
 @dataclass(frozen=True)
 class Space:
-    """What a search may try: the run it is for, and what noise may cost.
+    """What a search may try for a run, within limits on what noise may cost.
 
     `buffers` are model-sized vectors kept, `draws` noise vectors generated per step. `divergence` is the Rényi
     divergence of order 2 of the Gaussian mechanism with the run's promise, where strategies are to be shaped for
@@ -48,7 +48,7 @@ class Space:
 
     @property
     def beyond(self) -> Space:
-        """The same with the memory that is looked at beyond the limit."""
+        """The same with the larger memory that a search looks at beyond the limit."""
         return replace(self, buffers=max(self.buffers, self.look_ahead))
 
     @property
@@ -98,16 +98,16 @@ def along_the_grid(family: Family, space: Space) -> Iterator[Line]:
 
 
 def no_lines(family: Family, space: Space) -> Iterator[Line]:
-    """Of a baseline, which is only listed without amplification."""
+    """No lines: for a baseline, which is only listed without amplification."""
     return iter(())
 
 
 def shaped(family: Family, space: Space, size: Parameters) -> Iterator[Line]:
-    """Lines of an optimised family of one size, shaped for amplification or for plain sums that fade.
+    """Lines of an optimised family of one size, optimised for amplification or for a shorter horizon.
 
-    What is optimal without amplification cancels too much for amplified RMSE, and for training; with momentum more so.
-    The optimum for sums that fade cancels less, and that for the noise which amplification leaves just as much as pays;
-    they are as good strategies as any, and priced for the true workload and sampling.
+    The optimum without amplification cancels more noise than is good for amplified RMSE and for training, especially
+    with momentum. The optimum for a shorter horizon cancels less, and the optimum for a divergence as much as pays
+    under amplification. All of them are priced for the true workload and sampling.
     """
     if not space.correlates:
         return

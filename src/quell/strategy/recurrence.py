@@ -1,4 +1,4 @@
-"""How the rows of C⁻¹Z are made, one step at a time; which is also what a strategy's noise costs.
+"""How the rows of C⁻¹Z are made, one step at a time, and what that costs in buffers and draws.
 
 `buffers` are model-sized vectors that must be kept between steps, `draws` standard normal vectors generated per
 step. In all of them `row_scale`, where given, multiplies row t of the result: that is how column normalisation

@@ -42,11 +42,19 @@ def build(
     solution: Array | None = None,
     **parameters: Parameter,
 ) -> Strategy:
-    """The strategy of family `name` for a workload and participation pattern.
+    """Build the strategy of family `name` for a workload and participation pattern.
 
-    An optimised family can be given the `solution` it found before; it is then taken as it is and not searched again.
-    Some can be shaped for sums that fade over `horizon` steps instead, which makes them cancel less, or for the noise
-    that amplification leaves, at a Rényi `divergence` of order 2: good ones are near 1/σ² of the Gaussian mechanism.
+    Args:
+        name: The family's name (`quell mechanisms` lists them).
+        workload: What the optimizer does with gradients.
+        participation: How often, and how far apart, one example can take part.
+        solution: The coefficients that an optimised family found before; they are used without a new search.
+        parameters: The family's parameters. `horizon` optimises for a run in which the effect of a step fades over that
+            many steps, so that less noise is cancelled. `divergence` optimises for amplification, at a Rényi divergence
+            of order 2; good values are near 1/σ² of the Gaussian mechanism.
+
+    Returns:
+        The strategy; raises `QuellError` if it cannot be built or its optimisation did not converge.
 
     >>> from quell.workload import prefix
     >>> build("bisr", prefix(100), Participation(100, 10), bands=4)
@@ -89,7 +97,7 @@ def find(name: str) -> Family:
     return family
 
 
-_LEAST = {"buffers": 0, HORIZON: 2}  # sums that fade within one step are no sums
+_LEAST = {"buffers": 0, HORIZON: 2}  # a horizon of one step would be independent noise
 _EXAMPLES = {"bands": "bands=16", "lambda": "lambda=0.95", "gamma": "gamma=0.5"}
 
 

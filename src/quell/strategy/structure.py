@@ -278,7 +278,7 @@ Strategy = ToeplitzStrategy | BandedStrategy | TreeStrategy
 
 
 def describe(strategy: Strategy) -> str:
-    """One line for people: family, parameters and size."""
+    """Family, parameters and steps in one line."""
     shown = {name: value for name, value in strategy.parameters.items() if value is not False}
     inside = ", ".join(_setting(name, value) for name, value in shown.items())
     return f"{strategy.family}{f'({inside})' if inside else ''} over {strategy.steps:,} steps"

@@ -45,9 +45,27 @@ def attach(
     generator: str = "chacha20",
     noise_memory: float = 0.0,
 ) -> tuple[AttachedOptimizer, PlannedLoader]:
-    """Optimizer and loader for a loop that computes clipped sums itself; `params` are what the optimizer trains.
+    """A plan's batches and noise for a loop that computes clipped sums itself.
 
-    For every item of the loader: `zero_grad`, `take` the sums, `step`. The other arguments are `make_private`'s.
+    For every item of the loader call `zero_grad`, `take` with the sums, and `step`. The promise rests on your clipping:
+    no example may move the sums by more than `max_grad_norm`.
+
+    Args:
+        optimizer: The optimizer to wrap. It must train exactly `params`.
+        params: The trained parameters by name, the names that the sums will have.
+        data: The training set, or a `DataLoader` whose dataset, collate function and workers are used.
+        plan: The plan whose batches, noise and promise to use.
+        max_grad_norm: The norm to which you clip each example's gradient.
+        mechanism: Another certified mechanism of the plan than the recommended one, by name or as an object.
+        physical_batch_size: Most examples that the loader hands out at once; `step` acts after a batch's last part.
+        key: The noise key, or the path of a key file, which is made if it does not exist.
+        seed: Makes the run repeatable and voids its privacy: for tests.
+        ledger: Where to record released steps. Default: beside the key file.
+        generator: "chacha20", "chacha8" (faster, smaller security margin) or "philox" (not secure).
+        noise_memory: Model copies that the noise may keep to save time.
+
+    Returns:
+        The wrapped optimizer and the loader of the plan's batches.
 
     >>> import quell, torch
     >>> from quell.torch import clipped_sum

@@ -37,10 +37,19 @@ def clipped_sum(
     *,
     micro_batch: int = 64,
 ) -> dict[str, Tensor]:
-    """Σ over the batch of ∇loss(params, *example), each clipped to `max_grad_norm`, in float32.
+    """Clip every example's gradient to `max_grad_norm` and add them up, in float32.
 
-    `loss` takes the parameters and *one* example (the tensors of `batch` without their first dimension). Memory is
-    that of `micro_batch` per-example gradients; an empty batch gives zeros.
+    No example moves the result by more than `max_grad_norm`. A gradient that is not finite counts as zero.
+
+    Args:
+        loss: Maps the parameters and *one* example (the tensors of `batch` without their first dimension) to its loss.
+        params: The parameters by name.
+        batch: Tensors with one row per example.
+        max_grad_norm: The norm to clip each example's gradient to, over all parameters together.
+        micro_batch: How many per-example gradients to hold in memory at once.
+
+    Returns:
+        The clipped sum for each parameter by name; zeros for an empty batch.
 
     >>> weights = {"w": torch.tensor([0.0, 0.0])}
     >>> x, y = torch.eye(2), torch.tensor([0.1, 3.0])

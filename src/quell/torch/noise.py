@@ -31,13 +31,23 @@ Tensors = Mapping[str, Tensor] | Iterable[Tensor]
 
 
 class CorrelatedNoise:
-    """The rows of max_grad_norm·σ·C⁻¹Z for these parameters, σ and C from the plan.
+    """A plan's noise for torch tensors: row t of max_grad_norm·σ·C⁻¹Z at step t, with σ and C from the plan.
 
-    `params` are the trainable parameters in an order that never changes (a mapping or any iterable; FSDP2's DTensors
-    get the noise of their own slice). `mechanism` takes another row of the plan than the recommended one, by name or
-    as a `Mechanism`. Without `key` one is drawn from the operating system; `seed` is for experiments and voids the
-    guarantee. `memory` is `NoiseStream`'s: how many copies of the model may be kept to save time. Gradients given to
-    `add_` are *sums* over the batch: divide by the expected batch size afterwards.
+    Give `add_` the *sums* of clipped gradients over the batch, and divide by the expected batch size afterwards.
+
+    Args:
+        plan: The plan, or one mechanism or `NoiseSpec` of it.
+        params: The trainable parameters, as a mapping or an iterable whose order never changes. Of FSDP2's DTensors
+            each rank gets the noise of its own slice.
+        max_grad_norm: The norm to which each example's gradient was clipped.
+        mechanism: Another certified mechanism of the plan than the recommended one, by name or as an object.
+        key: The secret key. Default: a new one from the operating system.
+        seed: Makes the noise repeatable and voids the promise: for tests.
+        generator: "chacha20", "chacha8" (faster, smaller security margin) or "philox" (not secure).
+        memory: Model copies that may be kept to save time.
+        ledger: A ledger, or the path of one, that records released steps.
+        replay: Whether steps that the ledger knows may be repeated with the same gradients.
+        agree: Compares settings between ranks; `make_private` passes it.
 
     >>> import quell, torch
     >>> plan = quell.plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)

@@ -1,4 +1,4 @@
-"""What a run promises, has spent so far, and rests on: for people (Markdown) and for machines (JSON)."""
+"""The privacy report of a run: its promise, what it has spent so far, and what both depend on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from quell.torch.run import Run
 
 @dataclass(frozen=True)
 class PrivacyReport:
-    """One run at one step. `print(report)` shows Markdown."""
+    """The promise of a run and what it has spent so far. `print(report)` shows Markdown, `json()` gives JSON.
+
+    `epsilon_at_the_end` and `delta` hold after all `steps`. `epsilon_so_far` holds for the steps released so far, at
+    the same δ; `epsilon_so_far_is` says whether it was certified for them or is that of the whole run. Both are for one
+    example more or less (`adjacency`) and need batches formed as `sampling_assumption` says. `failure_probability` is
+    that of Monte-Carlo accounting and is already included in `delta`.
+    """
 
     unit: str
     adjacency: str
@@ -83,10 +89,9 @@ def privacy_report(run: Run) -> PrivacyReport:
 
 
 def _spent(run: Run) -> tuple[float, str]:
-    """ε of the steps released at the plan's δ, also of those after the one that a checkpoint went back to.
+    """ε of all steps released so far, at the plan's δ, and how it is known (Proof 14 in docs/proofs.md).
 
-    The first t rows of C·G + Z are a mechanism of their own, with the leading block of C. For fixed batches and
-    Toeplitz strategies that block is priced anew; otherwise the whole run's ε is an upper bound.
+    Steps that were released before going back to an older checkpoint count too.
     """
     whole: Guarantee = run.mechanism.guarantee
     strategy, t = run.mechanism.strategy, run.released

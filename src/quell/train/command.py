@@ -1,4 +1,4 @@
-"""What `quell train` does, from a file of arrays to results on disk."""
+"""What `quell train` does: plan, train, write the results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from quell.errors import QuellError, require_count, require_finite
+from quell.files import require_folders
 from quell.planning import Plan, make_plan
 from quell.planning.search import Progress
 from quell.run import Run
@@ -23,7 +24,7 @@ from quell.train.content import content_of, write_page
 
 @dataclass(frozen=True)
 class Files:
-    """What to write, where asked for."""
+    """The files to write; None for those that were not asked for."""
 
     weights: Path | None = None
     plan: Path | None = None
@@ -74,7 +75,7 @@ def train(
 
 
 def _check(files: Files, learning_rate: float | None, runs: int, seed: int | None) -> None:
-    """Refuse now what would otherwise fail after minutes of training."""
+    """Check the options before minutes of training."""
     require_count("runs", runs)
     if seed is not None:
         require_count("seed", seed, least=0)
@@ -82,13 +83,11 @@ def _check(files: Files, learning_rate: float | None, runs: int, seed: int | Non
         raise QuellError(f"lr={learning_rate:g} must be positive: 0.1 is a start, or leave it out to search")
     if files.report is not None and files.report.suffix not in (".md", ".json"):
         raise QuellError(f"the report {files.report} must end in .md or .json")
-    for path in files.wanted:
-        if not path.parent.is_dir():
-            raise QuellError(f"cannot write {path}: there is no folder {path.parent}")
+    require_folders(files.wanted)
 
 
 def _write(files: Files, plan: Plan, outcomes: list[Outcome], content: dict[str, Any]) -> None:
-    """The weights and the report are those of the first planned run: one run, one promise."""
+    """Write what was asked for. Weights and report are those of the first planned run, which the promise covers."""
     if files.plan is not None:
         plan.save(files.plan)
     if files.plot is not None:

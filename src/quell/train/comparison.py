@@ -1,8 +1,7 @@
-"""The same model trained without privacy, with DP-SGD and as planned; each at its best of the same learning rates.
+"""Train the same model without privacy, with DP-SGD and as planned, each at its best of the same learning rates.
 
-Learning rates are compared on examples that are held out from training, the reported accuracies come from test
-examples that no learning rate was chosen on. DP-SGD gets the accounting that is best for it: Poisson sampling, unless
-the set-up allows fixed batches only.
+Learning rates are chosen on examples held out from training. The reported accuracies come from other test examples.
+DP-SGD uses the allowed sampling scheme with which it needs the least noise, as everywhere else.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ class Arm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all arms have in common."""
+    """What all ways of training have in common."""
 
     plan: Plan
     data: Data
     model: str = "auto"
     max_grad_norm: float = 1.0
-    seed: int | None = None  # repeats the runs, and voids their privacy
+    seed: int | None = None  # makes runs repeatable and voids their privacy
 
 
 @dataclass(frozen=True)
 class Run:
-    """Accuracy after every epoch, and what came out."""
+    """One trained model: accuracy after every epoch, the model itself, and its privacy report."""
 
     accuracies: list[float]
     model: nn.Module
@@ -60,7 +59,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All runs of one arm at one learning rate, and what the search saw: learning rate to validation accuracy."""
+    """All runs of one arm at one learning rate; `searched` maps each learning rate tried to validation accuracy."""
 
     arm: Arm
     learning_rate: float
@@ -77,7 +76,7 @@ class Outcome:
 
     @property
     def deviation(self) -> float | None:
-        """Between runs; None where there is one."""
+        """Standard deviation between runs; None for a single run."""
         return statistics.stdev(self.finals) if len(self.runs) > 1 else None
 
     @property
@@ -87,12 +86,12 @@ class Outcome:
 
 
 def arms_of(plan: Plan) -> list[Arm]:
-    """Without privacy, DP-SGD at its best, and what the plan recommends."""
+    """The three ways: without privacy, with DP-SGD, and with the recommended mechanism."""
     return [Arm("not private", None), Arm("DP-SGD", dpsgd(plan)), Arm("planned", plan.mechanism)]
 
 
 def dpsgd(plan: Plan) -> Mechanism:
-    """Independent noise for the same promise: with Poisson batches, unless only fixed ones are allowed."""
+    """DP-SGD with the same promise, certified, under the scheme by which the plan compares it."""
     about = plan.prices.dpsgd
     return plan.prices.certify(about.strategy, about.scheme, near=about.noise_multiplier)
 
@@ -144,7 +143,7 @@ def accuracy(model: nn.Module, part: Part) -> float:
 
 
 class _Training:
-    """One run, epoch by epoch. Two runs share a seed only where a seed was asked for."""
+    """One run, epoch by epoch; random unless a seed was asked for."""
 
     def __init__(self, recipe: Recipe, arm: Arm, rate: float, number: int) -> None:
         plan, part = recipe.plan, recipe.data.train

@@ -1,4 +1,4 @@
-"""Arrays from an .npz file, checked, and split: what a person can get wrong here is answered with one sentence."""
+"""Read arrays from an .npz file, check them and split them; every mistake in the file gets one clear error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Part:
         return len(self.y)
 
     def cut(self, share: float) -> tuple[Part, Part]:
-        """Two parts, the second with that share of the examples: always the same ones, whatever they hold."""
+        """Split off a share of the examples as a second part: always the same positions, whatever the data are."""
         order = np.random.default_rng(0).permutation(len(self))
         kept, taken = np.split(order, [len(self) - round(share * len(self))])
         return Part(self.x[kept], self.y[kept]), Part(self.x[taken], self.y[taken])
@@ -37,13 +37,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on, what learning rates are chosen on (nothing if they need no choice), what is reported on."""
+    """Examples to train on, to choose learning rates on (empty if there is no choice), and to report accuracy on."""
 
     train: Part
     validation: Part
     test: Part
     classes: int
-    own_test: bool  # the file brought test arrays
+    own_test: bool  # whether the file has test arrays
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def load(path: str | Path, validate: bool) -> Data:
     train, validation = train.cut(_VALIDATION_SHARE if validate else 0.0)
     for part, what in ((train, "train on"), (test, "test on"), *([(validation, "choose on")] if validate else [])):
         if len(part) < 2:
-            raise QuellError(f"{path} leaves {len(part)} examples to {what}: bring more")
+            raise QuellError(f"{path} leaves {len(part)} examples to {what}: add more")
     return Data(train, validation, test, classes, own_test)
 
 
@@ -103,7 +103,7 @@ def _array(content: np.lib.npyio.NpzFile, name: str) -> NDArray[Any]:
             f"{name}.astype(float)"
         ) from None
     except MemoryError:
-        raise QuellError(f"{name} does not fit into the memory of this machine: bring fewer examples") from None
+        raise QuellError(f"{name} does not fit into the memory of this machine: use fewer examples") from None
     except (OSError, *files.DAMAGED_ARRAYS) as problem:
         raise QuellError(f"{name} is damaged: {problem}; save the file again") from None
 

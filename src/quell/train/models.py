@@ -1,4 +1,4 @@
-"""Small models for a first taste. No normalisation over batches, which would mix examples."""
+"""Small models for a first try, without batch normalisation, which would mix examples."""
 
 from __future__ import annotations
 
