@@ -27,6 +27,7 @@ _RUNGS = (0.0, 0.0015, 0.003, 0.006, 0.012, 0.025, 0.06, 0.15)
 _HOPELESS = 1.05  # a forecast this far above what is allowed is hardly ever wrong
 _SIGMA_SLOPE, _EPSILON_SLOPE = -20.0, -8.0  # about d ln δ/d ln σ and d ln δ/d ln ε, where nothing better is known
 _ABOVE_ESTIMATES = (1.0005, 1.002, 1.008)  # noise that mostly suffices where an estimate without draws is known
+_FORECAST = 0.03  # of ln δ, from where one more secant step is as exact as forecasts are
 _CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough to rank by: a third wrong, it is 0.4% of σ
 
 
@@ -246,7 +247,8 @@ def _certified(
     allowed, _ = _budget(accountant, delta, 1)
     about *= 1.0003  # beyond the tolerance of the search
     if accountant.statistical:
-        about, _ = _crossing(lambda x, _: (forecast(x), 0.0), about * 1.06 ** (-1 / slope), allowed, slope, most)
+        start = about * 1.06 ** (-1 / slope)
+        about, _, _ = secants(lambda x: (forecast(x), 0.0), start, allowed, slope, most, 12, _FORECAST)
     hopeless = 0.0
     for rung in [round_up(about * (1 + step)) for step in _RUNGS]:
         if rung >= most:

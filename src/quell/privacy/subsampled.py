@@ -63,8 +63,11 @@ class CoinAccountant(Accountant):
         return Sensitivity(self.largest, self.largest, "one participation: the largest column norm")
 
     def guess(self, epsilon: float, delta: float) -> float:
-        often, typical = max(self.rate * math.sqrt(self.rounds), 1e-3), self.reach / math.sqrt(self.rounds)
-        return min(typical * gaussian_sigma(epsilon, delta) * max(often, 0.3), self.safe_sigma(epsilon, delta))
+        """As if all rounds were one Gaussian of their average, or as if one round gave the example away."""
+        together = self.rate * self.reach * gaussian_sigma(epsilon, delta)
+        entered, share = math.log1p(math.expm1(min(epsilon, 300.0)) / self.rate), delta / (self.rounds * self.rate)
+        alone = self.largest * gaussian_sigma(entered, min(0.5, share))
+        return min(max(together, alone), self.safe_sigma(epsilon, delta))
 
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
         spacing = (_FINE if careful else _COARSE) * _share(epsilon)
