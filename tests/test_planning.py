@@ -214,6 +214,7 @@ def test_corrupt_and_newer_files_are_refused(tmp_path, text, message):
         lambda c: c.update(comment="trust me"),
         lambda c: c["mechanisms"][0].update(family="magic"),
         lambda c: c["mechanisms"][0].update(surprise=1),
+        lambda c: c["mechanisms"][-1].update(solution=[1.0]),
         lambda c: c.update(mechanisms=[]),
         lambda c: c.update(recommended=99),
         lambda c: c.update(recommended=True),

@@ -161,7 +161,7 @@ def _epsilon_of(run: Run, target: float, progress: Progress | None) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
+class EpochChoice:
     """One way to spend a fixed number of steps: more epochs mean larger batches."""
 
     run: Run
@@ -183,7 +183,9 @@ class Choice:
         }
 
 
-def choices_for_steps(steps: int, *, examples: int, progress: Progress | None = None, **arguments: Any) -> list[Choice]:
+def choices_for_steps(
+    steps: int, *, examples: int, progress: Progress | None = None, **arguments: Any
+) -> list[EpochChoice]:
     """Ways to spend a number of steps: 1, 2, 4, … epochs, each with its best mechanism.
 
     Args:
@@ -196,7 +198,7 @@ def choices_for_steps(steps: int, *, examples: int, progress: Progress | None = 
         The choices, fewest epochs first, until one more doubling gains little.
     """
     steps, examples = require_count("steps", steps), require_count("examples", examples)
-    found: list[Choice] = []
+    found: list[EpochChoice] = []
     rounds = [2**e for e in range(20) if steps <= examples * 2**e <= steps * examples]
     sturdy = tuple(family for family in FAMILIES.values() if family.sturdy)
     for done, epochs in enumerate(rounds):
@@ -207,7 +209,7 @@ def choices_for_steps(steps: int, *, examples: int, progress: Progress | None = 
             progress(done, len(rounds), f"{epochs} epochs")
         with threadpool_limits(1):
             best = search(Prices(run), families=sturdy)
-        found += [Choice(run, each) for each in best[:1]]
+        found += [EpochChoice(run, each) for each in best[:1]]
         if len(found) > 1 and found[-1].noise_per_example > 0.95 * found[-2].noise_per_example:
             break
     if not found:

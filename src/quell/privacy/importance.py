@@ -27,7 +27,6 @@ from quell._types import Array
 from quell.privacy.confidence import best_bet, draws_needed, expected_excess, lower_mean, upper_mean
 from quell.privacy.guarantee import Certificate
 from quell.privacy.tilting import (
-    PRICE_OF_EXTRA,
     Direction,
     Draws,
     Pair,
@@ -37,7 +36,9 @@ from quell.privacy.tilting import (
     keys_of,
     log_bound,
     log_density,
+    log_mean,
     log_numerator,
+    price,
     sampling_free,
 )
 
@@ -98,7 +99,7 @@ def pilot(pair: Pair, direction: Direction, epsilon: float, size: int, failure: 
     estimate, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
     if failure is None:
         return Pilot(direction, estimate, error, None)
-    prices = np.array([_price(pair, each, float(z)) for each, z in zip(proposals, constants, strict=True)])
+    prices = np.array([price(pair, each, float(z)) for each, z in zip(proposals, constants, strict=True)])
     first = np.eye(len(proposals))[0]  # alone where the event was never seen: it proves the bound
     best, least = None, _least_variance(drawn, prices) if estimate > 0 else first
     for blend in _BLENDS:
@@ -251,7 +252,7 @@ def _draw(
     together = Draws(loss, drift, np.concatenate([piece.powers for piece in pieces], axis=1), auxiliary)
     origin = np.repeat(np.arange(len(proposals), dtype=np.intp), counts)
     if log_constants is None:
-        log_constants = np.array([_log_mean(auxiliary[origin == k]) for k in range(len(proposals))])
+        log_constants = np.array([log_mean(auxiliary[origin == k]) for k in range(len(proposals))])
     densities = np.array(
         [log_density(each, together, keys, pair, float(z)) for each, z in zip(proposals, log_constants, strict=True)]
     )
@@ -283,13 +284,6 @@ def _log_mixture(densities: Array, shares: Array) -> Array:
         weighted = densities + np.log(shares)[:, None]
     top = weighted.max(axis=0)
     return np.asarray(top + np.log(np.exp(weighted - top).sum(axis=0)))
-
-
-def _price(pair: Pair, proposal: Proposal, log_constant: float) -> float:
-    """What an accepted draw costs relative to one without extras."""
-    if not isinstance(proposal, Tilt):
-        return 1.0
-    return 1.0 + PRICE_OF_EXTRA * proposal.extra * math.exp(min(50.0, pair.log_most(proposal) - log_constant))
 
 
 def _least_variance(drawn: Drawn, prices: Array, rounds: int = 80) -> Array:
@@ -350,8 +344,3 @@ def _most(
         for each, z, share in zip(proposals, log_constants, shares, strict=True)
     ]
     return math.exp(min(700.0, min(logs)))
-
-
-def _log_mean(values: Array) -> float:
-    top = float(values.max())
-    return top + math.log(float(np.exp(values - top).mean()))

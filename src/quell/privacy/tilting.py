@@ -18,7 +18,7 @@ from quell._types import Array
 
 Direction = Literal["remove", "add"]
 _MOST_EXTRA = 96  # beyond it a tuple costs more to draw than it gains
-PRICE_OF_EXTRA = 0.2  # what one more pattern costs to draw, beside everything else about a draw
+_PRICE_OF_EXTRA = 0.2  # what one more pattern costs to draw, beside everything else about a draw
 _ROUNDING = 1e-9  # added to the logarithm of every bound
 
 
@@ -187,3 +187,16 @@ def log_numerator(direction: Direction, epsilon: float, loss: Array) -> Array:
     with np.errstate(divide="ignore"):
         gap = np.log(-np.expm1(-np.maximum(beyond, 0.0)))
     return np.asarray(gap + loss if direction == "remove" else gap)
+
+
+def price(pair: Pair, proposal: Proposal, log_constant: float) -> float:
+    """What an accepted draw costs relative to one without extras."""
+    if not isinstance(proposal, Tilt):
+        return 1.0
+    return 1.0 + _PRICE_OF_EXTRA * proposal.extra * math.exp(min(50.0, pair.log_most(proposal) - log_constant))
+
+
+def log_mean(values: Array) -> float:
+    """ln of the mean of exponentials."""
+    top = float(values.max())
+    return top + math.log(float(np.exp(values - top).mean()))

@@ -20,7 +20,7 @@ from quell.strategy import FAMILIES
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.file import Check
-    from quell.planning.questions import Answers, Choice
+    from quell.planning.questions import Answers, EpochChoice
 
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
 _TEXT_WIDTH = 120
@@ -96,7 +96,7 @@ def plan_html(plan: Plan, answers: Answers) -> str:
     return f"<pre>{html.escape(plan_text(plan, answers))}</pre>"
 
 
-def choices_table(choices: Sequence[Choice]) -> Table:
+def choices_table(choices: Sequence[EpochChoice]) -> Table:
     """Ways to spend a fixed number of steps."""
     table = Table("epochs", "batch", "mechanism", "sampling", "σ", "error per example seen", box=box.SIMPLE_HEAD)
     least = choices[0].noise_per_example

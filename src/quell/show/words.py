@@ -15,7 +15,7 @@ from quell.strategy.family import DIVERGENCE, HORIZON
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
-    from quell.planning.questions import Answers, Choice
+    from quell.planning.questions import Answers, EpochChoice
     from quell.privacy import Estimate, Guarantee
     from quell.run import Run
 
@@ -234,7 +234,7 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
     return lines
 
 
-def best_choice(choice: Choice) -> str:
+def best_choice(choice: EpochChoice) -> str:
     """The end of a comparison of ways to spend a fixed number of steps."""
     return (
         f"Of these, {counted(choice.run.epochs, 'epoch')} with batches of {choice.run.batch_size:,} leave the "

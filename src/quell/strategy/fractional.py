@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -51,6 +51,7 @@ def lambda_cgd(
     return ToeplitzStrategy("lambda_cgd", workload.steps, given_noising=noising, parameters={"lambda": lambda_})
 
 
+@lru_cache(maxsize=8)
 def best_lambda(workload: Workload, participation: Participation, objective: str = "rmse") -> float:
     """The λ that minimises sensitivity × error, or for "training" one that cancels less.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +70,7 @@ def build(
         takes = ", ".join(family.takes) or "no parameters"
         raise QuellError(f"{family.name} does not take {', '.join(unknown)}: it takes {takes}")
     if missing := [name for name in family.required if name not in parameters]:
-        example = ", ".join(_EXAMPLES[name] for name in missing)
+        example = ", ".join(_EXAMPLES.get(name, f"{name}=0.5") for name in missing)
         raise QuellError(f"{family.name} needs {' and '.join(missing)}: for example {example}")
     given: dict[str, Any] = {name: _checked(family, name, value) for name, value in parameters.items()}
     horizon = given.pop(HORIZON, None)
@@ -78,6 +79,8 @@ def build(
     if "lambda" in given:
         given["lambda_"] = given.pop("lambda")  # a Python keyword
     if solution is not None:
+        if "solution" not in inspect.signature(family.build).parameters:
+            raise QuellError(f"{family.name} is not found by a search, so it takes no solution: leave that out")
         given["solution"] = solution
     strategy = family.build(workload, participation, **given)
     if horizon is not None:
@@ -97,6 +100,7 @@ def find(name: str) -> Family:
 
 
 _LEAST = {"buffers": 0, HORIZON: 2}  # a horizon of one step would be independent noise
+_SHARES = ("lambda", "gamma")
 _EXAMPLES = {"bands": "bands=16", "lambda": "lambda=0.95", "gamma": "gamma=0.5"}
 
 
@@ -117,6 +121,6 @@ def _checked(family: Family, name: str, value: Parameter) -> Parameter:
                 "1/sigma^2 of the Gaussian mechanism with the same promise, 0.3 for epsilon 2 and 3 for epsilon 8"
             )
         return number
-    if not 0 <= number <= 1:
+    if name in _SHARES and not 0 <= number <= 1:
         raise QuellError(f"{name}={number:g} must lie between 0 (independent noise, DP-SGD) and 1")
     return number

@@ -25,7 +25,7 @@ from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.random_states import random_states, set_random_states
 from quell.torch.report import PrivacyReport, privacy_report
-from quell.torch.run import Run, Unfinished
+from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import is_sharded, local
 
 
@@ -34,7 +34,7 @@ class PrivateOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True  # so that a GradScaler hands its scale over, and can be refused
 
-    def __init__(self, optimizer: Optimizer, run: Run, engine: Engine) -> None:
+    def __init__(self, optimizer: Optimizer, run: TrainingRun, engine: Engine) -> None:
         self.original_optimizer = optimizer
         self.run = run
         self.noise_multiplier = run.mechanism.noise_multiplier

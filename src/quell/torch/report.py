@@ -15,7 +15,7 @@ from quell import privacy
 from quell.privacy import Guarantee
 from quell.show import statement
 from quell.strategy.structure import ToeplitzStrategy, describe
-from quell.torch.run import Run
+from quell.torch.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PrivacyReport:
         return self.markdown()
 
 
-def privacy_report(run: Run) -> PrivacyReport:
+def privacy_report(run: TrainingRun) -> PrivacyReport:
     """The report of a run; `optimizer.privacy_report()` calls it."""
     guarantee = run.mechanism.guarantee
     spent, kind = _spent(run)
@@ -88,7 +88,7 @@ def privacy_report(run: Run) -> PrivacyReport:
     )
 
 
-def _spent(run: Run) -> tuple[float, str]:
+def _spent(run: TrainingRun) -> tuple[float, str]:
     """ε of all steps released so far, at the plan's δ, and how it is known (Proof 14 in docs/proofs.md).
 
     Steps that were released before going back to an older checkpoint count too.

@@ -18,7 +18,7 @@ from quell.torch.checks import refuse_other_data, refuse_user_level, warn_about_
 from quell.torch.distributed import agree, share_key, world
 from quell.torch.loader import dataset_of
 from quell.torch.noise import CorrelatedNoise, require_one_source, select
-from quell.torch.run import Run, scheme_of
+from quell.torch.run import TrainingRun, scheme_of
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -66,7 +66,7 @@ def started_run(
     plan: Plan,
     max_grad_norm: float,
     options: NoiseOptions,
-) -> Iterator[Run]:
+) -> Iterator[TrainingRun]:
     """A run that lasts, unless what is built on it inside the `with` fails: then its key is free for the next try."""
     refuse_user_level(plan)
     refuse_other_data(plan, len(dataset_of(data)))
@@ -89,7 +89,7 @@ def started_run(
         agree=agree if size > 1 else None,
     )
     try:
-        run = Run(plan, chosen, batches, noise, rank, size)
+        run = TrainingRun(plan, chosen, batches, noise, rank, size)
         run.share_released()
         yield run
     except BaseException:

@@ -18,7 +18,7 @@ from quell.run import Run
 from quell.show import plots
 from quell.torch.clipping import require_clip_norm
 from quell.train import data, models
-from quell.train.comparison import Arm, Outcome, Recipe, arms_of, compare
+from quell.train.comparison import Arm, Outcome, Setting, arms_of, compare
 from quell.train.content import content_of, write_page
 
 
@@ -60,7 +60,7 @@ def train(
     arrays = data.load(path, validate=learning_rate is None)
     models.build(model, arrays.shape, arrays.classes)  # refuses a model that does not fit, before the long part
     plan = make_plan(Run.from_data(examples=len(arrays.train), **run), progress)
-    recipe = Recipe(plan, arrays, model, max_grad_norm, seed)
+    recipe = Setting(plan, arrays, model, max_grad_norm, seed)
     arms = arms_of(plan) if baselines else [Arm("planned", plan.mechanism)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small matrices: threads that wait for each other cost more than they save
