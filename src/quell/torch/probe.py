@@ -88,6 +88,11 @@ class Probe:
         """A copy of the model has the hooks, which ignore every model but their own."""
         return self
 
+    @property
+    def watching(self) -> bool:
+        """Whether the loop's work on the present batch is written down."""
+        return self._tape is not None
+
     def watch(self, batch: Any, examples: int) -> None:
         """The loop is about to get this batch."""
         self._stop()
