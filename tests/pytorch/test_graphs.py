@@ -286,6 +286,20 @@ def test_what_cannot_be_recorded_runs_as_usual(replays, monkeypatch):
     assert not replays
 
 
+def test_a_recording_that_fails_once_is_tried_again(replays, monkeypatch):
+    make, failed = graphs.Recording.__init__, []
+
+    def fail_first(*arguments):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("operation failed due to a previous error during capture")
+        make(*arguments)
+
+    monkeypatch.setattr(graphs.Recording, "__init__", fail_first)
+    same(both(small_plan()))
+    assert len(replays) == 4
+
+
 def test_copies_run_as_usual_and_nothing_is_pickled(replays):
     model, _, _ = recorded_run(5)
     used = len(replays)

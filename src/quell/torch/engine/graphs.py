@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
 
 _USUAL = 2  # passes of one kind that run as usual before they are recorded
+_TRIES = 3  # after so many failed recordings of whatever kind there are no more
 _MOST = 2  # recordings that are kept, because each holds the memory of its passes
 
 
@@ -59,6 +60,7 @@ class GraphedForward:
         self.model, self.busy = model, busy
         self.forward = model.forward
         self._last = -1  # when sums had been collected so many times, the last pass came
+        self._failures = 0
         self._seen: Counter[Any] = Counter()
         self._recordings: dict[Any, Recording] = {}
         self._modules = list(model.modules())
@@ -93,7 +95,9 @@ class GraphedForward:
         try:
             self._recordings[kind] = Recording(engine, self.forward, leaves, structure)
         except Exception as problem:  # the user's model: whatever cannot be recorded runs as usual
-            self._give_up(str(problem))
+            self._failures += 1  # CUDA sometimes refuses at first: other work on the device can spoil a recording
+            if self._failures == _TRIES:
+                self._give_up(str(problem))
             return None
         return self._recordings[kind]
 
