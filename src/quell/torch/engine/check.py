@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
+from quell.torch.coupling import restored_buffers
 from quell.torch.engine.composite import COMPOSITES
-from quell.torch.probe import restored_buffers
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine

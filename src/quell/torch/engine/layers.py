@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -31,7 +31,7 @@ from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.forward import Layer, TappedForward
-from quell.torch.engine.pieces import Piece, Rows, merged, norms_of, sums_of, wide
+from quell.torch.engine.pieces import Names, Piece, Rows, gathered, sums_of, whole_norms
 from quell.torch.engine.rules import Rule, rule_for
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.sharding import copies, is_sharded, own_share
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from quell.torch.engine.graphs import Recording
 
 Found = dict[str, list[Piece]]  # by the parameter's name
-Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
-
-_SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
 
 class LayerEngine(Engine):
@@ -325,28 +322,3 @@ class LayerEngine(Engine):
         sum_over_ranks([both])
         square, number = both.tolist()
         return math.sqrt(square), int(number)
-
-
-def gathered(found: Found) -> dict[Names, list[Piece]]:
-    """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
-    pieces: dict[Names, list[Piece]] = {}
-    small: dict[str, Tensor] = {}
-    for name, parts in found.items():
-        one = merged(parts)
-        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values.numel() <= _SMALL * one[0].units:
-            small[name] = one[0].flat
-        else:
-            pieces[name,] = one
-    if len({rows.shape[0] for rows in small.values()}) > 1:
-        return {**pieces, **{(name,): [Rows(rows)] for name, rows in small.items()}}
-    if small:
-        pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
-    return pieces
-
-
-def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
-    """(units,) a bound of every unit's norm over all parameters; several pieces of one parameter add theirs."""
-    groups = list(pieces)
-    made = iter(norms_of([piece for parts in groups for piece in parts]))
-    norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)

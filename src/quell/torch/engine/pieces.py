@@ -9,8 +9,9 @@ What privacy rests on is that the first bounds what the second adds (docs/pytorc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,11 @@ _MOST_NUMBERS = 1 << 26  # that a chunk of per-unit gradients or unfolded images
 _FEW_NUMBERS = 1 << 25  # for which no chunk is made smaller
 
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
+
+
+_SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
+
+Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
 
 
 class Piece(Protocol):
@@ -252,6 +258,31 @@ def merged(pieces: list[Piece]) -> list[Piece]:
         gs, as_ = zip(*((piece.g, piece.a) for piece in pieces), strict=True)  # type: ignore[attr-defined]
         return [Outer(torch.cat(gs, dim=1), torch.cat(as_, dim=1))]
     return pieces
+
+
+def gathered(found: Mapping[str, list[Piece]]) -> dict[Names, list[Piece]]:
+    """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
+    pieces: dict[Names, list[Piece]] = {}
+    small: dict[str, Tensor] = {}
+    for name, parts in found.items():
+        one = merged(parts)
+        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values.numel() <= _SMALL * one[0].units:
+            small[name] = one[0].flat
+        else:
+            pieces[name,] = one
+    if len({rows.shape[0] for rows in small.values()}) > 1:
+        return {**pieces, **{(name,): [Rows(rows)] for name, rows in small.items()}}
+    if small:
+        pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
+    return pieces
+
+
+def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
+    """(units,) a bound of every unit's norm over all parameters; several pieces of one parameter add theirs."""
+    groups = list(pieces)
+    made = iter(norms_of([piece for parts in groups for piece in parts]))
+    norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
