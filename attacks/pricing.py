@@ -147,10 +147,5 @@ def true_delta(
             groups = [columns[group :: scheme.groups] for group in range(scheme.groups)]
             worst = max(groups, key=lambda moves: float(np.sum(moves**2)))
             return truth.coin_delta(worst, scheme.rate, epsilon)
-        case BallsInBins():
-            rows, chances = truth.bin_patterns(scheme.steps, scheme.separation)
-        case BMinSep():
-            found = truth.chain_patterns(scheme.steps, scheme.separation, scheme.rate)
-            assert found is not None, "the schemes of this attack are small enough to list their patterns"
-            rows, chances = found
+    rows, chances = truth.patterns(scheme)
     return truth.mixture_delta(rows @ matrix.T, chances, sigma, epsilon, seed, effort)
