@@ -23,7 +23,7 @@ def test_tuples_that_are_hardly_ever_accepted_are_not_drawn(sigma, epsilon, monk
     def counted(self, tilt, count, random):
         nonlocal drawn
         drawn += count * self.width * max(1, tilt.extra)
-        assert drawn < 4 * importance._WORK
+        assert drawn < 0.5 * importance._WORK
         return real(self, tilt, count, random)
 
     monkeypatch.setattr(BinPair, "_tuples", counted)
