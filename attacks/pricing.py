@@ -25,7 +25,7 @@ from quell.sampling import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Particip
 from quell.strategy import Strategy
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
-# A case takes about 0.07, 3.4, 1, 3 and 5 seconds of one core: 12 minutes for 2,000, most of them for the 220 amplified.
+# A case takes about 0.07, 3.4, 1, 3 and 5 seconds of one core: 12 minutes for 2,000, most for the 220 amplified.
 SHARES = {"cyclic": 0.89, "balls_in_bins": 0.05, "cyclic_poisson": 0.03, "poisson": 0.02, "b_min_sep": 0.01}
 # schemes that only take strategies with few bands: no other family is worth a try
 BANDED = ("identity", "bsr", "band_toeplitz", "band", "diagonal")
