@@ -31,7 +31,7 @@ def smallest_margin(pair, matrix, patterns, theta, log_moment):
 @pytest.mark.parametrize("scheme", [BallsInBins(24, 6), BMinSep(12, 3, 0.4)])
 def test_a_tilt_is_bounded_by_the_moment_of_the_energies(scheme, theta):
     """Hölder's bound against enumeration, and with a moment that is too small (mutation) it does not hold."""
-    built = strategy.build("bsr", workload.prefix(scheme.steps), scheme.participation, bands=3, column_normalise=True)
+    built = strategy.build("bsr", workload.prefix(scheme.steps), scheme.participation, bands=3)
     if isinstance(scheme, BallsInBins):
         pair, patterns = BinPair(bins_of(built, scheme), 2.0), Patterns.of_bins(24, 6)
     else:
