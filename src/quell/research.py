@@ -3,7 +3,7 @@
 Appendix C.2 of arXiv:2405.15913: the per-query errors of a pair of streaming operators (Algorithm 4) are
 computed with PyTorch tensors, aggregated by a function of yours, and differentiated by `torch.func`. This is
 the slow, general way, O(n²) per evaluation; the families in `quell.strategy` have closed forms. It needs
-PyTorch (`pip install -c constraints.txt '.[torch]'`) and is imported only when it is used.
+PyTorch (`pip install 'quell[torch]'`) and is imported only when it is used.
 """
 
 from __future__ import annotations

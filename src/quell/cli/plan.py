@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from quell.cli import options, terminal
-from quell.cli.options import GOAL, LIMITS, OUTPUT, RUN, USERS, option
+from quell.cli.options import GOALS, goal, limit, output, the_run, user
 from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
 from quell.files import require_folders
@@ -16,49 +16,35 @@ from quell.run import Run
 from quell.schemes import BEST, FIXED, named
 from quell.show import tables, words
 
+_DEVICES = f"{', '.join(DEVICES)}, or measured"
+
 
 def plan(
-    examples: Annotated[int, option("Examples in the training set.", panel=RUN)],
+    examples: Annotated[int, the_run("Examples in the training set.")],
     epsilon: options.Epsilon,
     delta: options.Delta,
-    batch_size: Annotated[int | None, option("Examples per step.", panel=RUN)] = None,
-    epochs: Annotated[int | None, option("Passes over the data.", panel=RUN)] = None,
-    steps: Annotated[
-        int | None,
-        option("Instead of epochs and batch size: compare ways to spend this many steps.", panel=RUN),
-    ] = None,
+    batch_size: Annotated[int | None, the_run("Examples per step.")] = None,
+    epochs: Annotated[int | None, the_run("Passes over the data.")] = None,
+    steps: Annotated[int | None, the_run("Instead of both: compare ways to spend this many steps.")] = None,
     momentum: options.Momentum = 0.0,
     weight_decay: options.WeightDecay = 1.0,
     schedule: options.Schedule = None,
     adaptive: options.Adaptive = False,
-    objective: Annotated[
-        str | None, option(f"{options.GOALS} Default: training, or rmse with --target-rmse.", panel=GOAL)
-    ] = None,
+    objective: Annotated[str | None, goal(f"{GOALS} Default: training, or rmse with --target-rmse.")] = None,
     memory: options.Memory = "4",
     draws: options.Draws = 16,
     parameters: options.ModelSize = None,
-    noise_share: Annotated[
-        float | None, option("Largest share of a step's time that noise may take: 0.03 is 3%.", panel=LIMITS)
-    ] = None,
-    step_seconds: Annotated[
-        float | None, option("How long a step takes without noise, for --noise-share.", panel=LIMITS)
-    ] = None,
-    device: Annotated[
-        str,
-        option(f"Hardware whose noise-generation speed to assume: {', '.join(DEVICES)}, or measured.", panel=LIMITS),
-    ] = "h200",
+    noise_share: Annotated[float | None, limit("Largest share of a step's time for noise: 0.03 is 3%.")] = None,
+    step_seconds: Annotated[float | None, limit("How long a step takes without noise, for --noise-share.")] = None,
+    device: Annotated[str, limit(f"Hardware whose noise-generation speed to assume: {_DEVICES}.")] = "h200",
     sampling: options.Schemes = "best",
-    fast: Annotated[
-        bool, option("Fixed batches only (--sampling cyclic): an answer in a few seconds.", "--fast", panel=GOAL)
-    ] = False,
-    separation: Annotated[int | None, option("Fewest steps between two participations of a user.", panel=USERS)] = None,
-    participations: Annotated[int | None, option("Most participations of a user.", panel=USERS)] = None,
-    target_rmse: Annotated[
-        float | None, option("Find the smallest epsilon with this RMSE, starting at --epsilon.", panel=GOAL)
-    ] = None,
-    save: Annotated[Path | None, option("Write the plan to this file, for quell verify.", panel=OUTPUT)] = None,
+    fast: Annotated[bool, goal(f"Fixed batches (--sampling {FIXED.name}): an answer in seconds.", "--fast")] = False,
+    separation: Annotated[int | None, user("Fewest steps between two participations of a user.")] = None,
+    participations: Annotated[int | None, user("Most participations of a user.")] = None,
+    target_rmse: Annotated[float | None, goal("Find the smallest epsilon with this RMSE, from --epsilon on.")] = None,
+    save: Annotated[Path | None, output("Write the plan to this file, for quell verify.")] = None,
     plot: options.Plot = None,
-    html: Annotated[Path | None, option("Write the plan as one interactive web page.", panel=OUTPUT)] = None,
+    html: Annotated[Path | None, output("Write the plan as one interactive web page.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare mechanisms for a training run and recommend one.

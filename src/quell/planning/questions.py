@@ -48,18 +48,27 @@ class Answers:
     dpsgd_is_estimated: bool  # without amplification estimates are exact
     equivalent_epsilon: float  # the ε that DP-SGD would need for the recommended mechanism's RMSE
     lower_bound: float
-    frontier: tuple[Mechanism, ...]  # the best by the plan's objective for so much memory, within the other limits
+    frontier: tuple[
+        Mechanism, ...
+    ]  # the best for each amount of memory, by the plan's objective, within the other limits
     rmse_frontier: tuple[Mechanism, ...]  # of all alternatives, by RMSE
     changes: tuple[Change, ...]
 
 
-def answers(plan: Plan, thorough: bool = True) -> Answers:
-    """Ask what an explanation of the plan needs; `thorough` adds what would change it, which takes about a second."""
+def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> Answers:
+    """Ask what an explanation of the plan needs.
+
+    Args:
+        plan: The plan to explain.
+        thorough: Whether to ask what would change the plan, which takes about a second.
+        prices: Where DP-SGD is taken from. Default: the plan's own run; a preview compares with the full plan's DP-SGD.
+    """
+    prices = prices or plan.prices
     any_memory = replace(plan.run.limits, memory=None)
     return Answers(
-        plan.prices.dpsgd,
-        plan.prices.dpsgd.scheme.amplifies,
-        plan.dpsgd_equivalent_epsilon,
+        prices.dpsgd,
+        prices.dpsgd.scheme.amplifies,
+        prices.equivalent_epsilon(plan.mechanism),
         plan.lower_bound,
         tuple(pareto([each for each in plan.alternatives if any_memory.fits(each)], plan.run.objective)),
         tuple(pareto(plan.alternatives, "rmse")),

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from quell.errors import QuellError, require_finite
+from quell.errors import QuellError, require_finite, require_same_steps
 from quell.participation import Participation
 from quell.privacy.accountant import Accountant
 from quell.schemes.randomness import Indices
@@ -106,8 +106,7 @@ class Scheme(ABC):
 
 @lru_cache(maxsize=16)
 def _accountant(scheme: Scheme, strategy: Strategy) -> Accountant:
-    if strategy.steps != scheme.steps:
-        raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {scheme.steps:,}")
+    require_same_steps(strategy=strategy.steps, sampling=scheme.steps)
     return scheme.account(strategy)
 
 

@@ -168,7 +168,7 @@ def describe_run(run: Run) -> str:
 
 
 def recommendation(plan: Plan, answers: Answers) -> str:
-    """What to use and what it buys."""
+    """What to use, and what you gain by it."""
     chosen = plan.mechanism
     use = f"{chosen.sampling} sampling and noise multiplier {at_least(chosen.noise_multiplier, 4)}"
     if chosen.family is INDEPENDENT:

@@ -109,7 +109,7 @@ def fingerprint(workload: Workload) -> dict[str, Any]:
 
 
 def amplified(participation: Participation, divergence: float | None) -> Energy | None:
-    """The energy that a strategy shaped for this divergence makes small; None where none is asked for."""
+    """The function that a strategy optimised for this divergence minimises; None without a divergence."""
     if divergence is None:
         return None
     from quell.algebra.overlaps import amplified_energy

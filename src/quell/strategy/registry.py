@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quell._types import Array
-from quell.errors import QuellError, require_count, require_finite, short
+from quell.errors import QuellError, require_count, require_finite, require_same_steps, short
 from quell.participation import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
 from quell.strategy.family import DIVERGENCE, HORIZON, LEAST_DIVERGENCE, MOST_DIVERGENCE, NORMALISE, Family
@@ -62,8 +62,7 @@ def build(
     bisr(bands=4) over 100 steps
     """
     family = find(name)
-    if participation.steps != workload.steps:
-        raise QuellError(f"the workload has {workload.steps:,} steps but the participation {participation.steps:,}")
+    require_same_steps(workload=workload.steps, participation=participation.steps)
     normalise = bool(parameters.pop(NORMALISE, family.normalised))
     if normalise and not family.normalisable:
         raise QuellError(f"{family.name} cannot be column-normalised: leave that option out")
