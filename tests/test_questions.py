@@ -9,7 +9,7 @@ from enumeration import by_enumeration
 import quell
 from quell.errors import QuellError
 from quell.participation import Participation
-from quell.planning import questions
+from quell.planning import Prices, questions
 from quell.privacy import gaussian_sigma
 from quell.run import Run
 from quell.schemes import Batches, Cyclic
@@ -94,10 +94,8 @@ def test_privacy_per_user_counts_the_users_own_pattern(tmp_path):
 
 
 def test_more_participations_need_more_noise():
-    noises = [
-        quell.plan(**SMALL, separation=4, participations=k, draws=1, memory=0).prices.dpsgd.noise_multiplier
-        for k in (1, 2, 8)
-    ]
+    runs = [Run.from_data(**SMALL, separation=4, participations=k) for k in (1, 2, 8)]
+    noises = [Prices(run).dpsgd.noise_multiplier for run in runs]
     assert np.allclose(noises, [gaussian_sigma(4.0, 1e-5) * k**0.5 for k in (1, 2, 8)])
 
 
