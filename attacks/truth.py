@@ -85,7 +85,7 @@ def _random_pattern(steps: int, separation: int, count: int, random: np.random.G
 
 
 def patterns(scheme: Scheme) -> tuple[Array, Array]:
-    """(patterns, steps) the ways to take part, and their probabilities: of schemes whose patterns can be listed."""
+    """(patterns, steps) the ways to take part, and their probabilities."""
     if isinstance(scheme, BallsInBins):
         return bin_patterns(scheme.steps, scheme.separation)
     assert isinstance(scheme, BMinSep)

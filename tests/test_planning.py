@@ -326,7 +326,7 @@ def test_files_of_version_2_load_and_every_lie_in_them_is_found(name, tmp_path):
         for key, value in part.items():
             if isinstance(value, dict | list):
                 continue
-            part[key] = f"not {value}" if isinstance(value, str) else value * 1.001 + 0.001
+            part[key] = f"not {value}" if isinstance(value, str) else value * 1.05 + 0.001
             lied.write_text(json.dumps(content))
             with pytest.raises(QuellError):
                 quell.Plan.load(lied)

@@ -151,7 +151,7 @@ def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Cer
 def _draws(pair: Pair, pilots: list[Pilot], failure: float, free: dict[Direction, float]) -> list[int]:
     """How many draws each direction's certificate should take: for the narrowest width that is cheap, at most 5%.
 
-    None where they cost too much, or where their bound is expected to be above `free`, which takes no draws.
+    None if they cost too much, or if their bound is expected to be above `free`, which takes no draws.
     """
     top = max(each.estimate for each in pilots)
     if top == 0.0:

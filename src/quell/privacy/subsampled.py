@@ -3,8 +3,8 @@
 With g groups and C of at most g bands, one example's participations are ⌈n/g⌉ composed Gaussian mechanisms of noise
 σ/‖column‖, each entered with probability `rate` (arXiv:2306.08153, Theorem 2; g = 1 is DP-SGD, arXiv:1607.00133). How
 columns of different norms are handled, and how rounding errors are counted, is Proof 11 in docs/proofs.md. The library
-takes seconds for each composition, and without end where little noise makes losses large. So `coins` answers for it in
-searches, where losses are too many (`_MOST_CELLS`), and where columns differ in their norms.
+takes seconds for each composition, and far longer where little noise makes losses large. So `coins` takes its place in
+searches, where losses are too many (`_MOST_CELLS`), and where columns have different norms, as those of `diagonal` do.
 """
 
 from __future__ import annotations
@@ -98,15 +98,14 @@ class CoinAccountant(Accountant):
             for pessimistic in (False, True)
         )
         upper = min(upper + _ROUNDING * self.rounds, self._plain(sigma, epsilon))
-        lower = max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds)
-        return Certificate(lower, upper, f"{method} (dp-accounting)")
+        return Certificate(max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds), upper, method)
 
     def relative(self, sigma: float) -> tuple[tuple[int, float], ...]:
         """(rounds, noise) with noise in units of what an example adds to those rounds."""
         return tuple((count, sigma / norm) for count, norm in self.columns)
 
     def _plain(self, sigma: float, epsilon: float) -> float:
-        """δ of one who always takes part."""
+        """δ of an example that takes part in every round."""
         return gaussian_delta(sigma / self.reach * (1 - 1e-9), epsilon)
 
     def _composed(self, sigma: float, spacing: float, pessimistic: bool) -> Any:

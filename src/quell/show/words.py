@@ -34,7 +34,6 @@ _COLUMNS = {
     "MaxSE": "MaxSE: the same at the worst step.",
     "train": "train: predicted training error.",
     "gain": "gain: DP-SGD's RMSE divided by this one (estimated where batches are random).",
-    "gap": "gap: this RMSE divided by the best possible without random batches.",
     "mem": "mem: model-sized vectors kept.",
     "draws": "draws: noise vectors made per step.",
 }
@@ -46,12 +45,16 @@ _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float) -> str:
-    """A probability, rounded up, with a power of ten where it is small.
+    """δ, rounded up, with a power of ten where it is small.
 
     >>> number(1e-5), number(2.5e-7), number(0.001)
     ('10⁻⁵', '2.5·10⁻⁷', '0.001')
     """
-    mantissa, _, exponent = at_least(value).partition("e")
+    return _power_of_ten(at_least(value))
+
+
+def _power_of_ten(text: str) -> str:
+    mantissa, _, exponent = text.partition("e")
     if not exponent:
         return mantissa
     power = f"10{str(int(exponent)).translate(_DIGITS)}"
@@ -120,10 +123,14 @@ def proof(guarantee: Guarantee) -> str:
     """How the promise is known."""
     if guarantee.failure_probability:
         return (
-            f"Certified by Monte-Carlo accounting ({guarantee.draws:,} draws, failure probability "
-            f"{number(guarantee.failure_probability)} included in δ)."
+            f"Certified by Monte-Carlo accounting ({guarantee.draws:,} draws, "
+            f"{failure(guarantee.failure_probability)})."
         )
     return f"Certified by the {guarantee.method} (sensitivity: {guarantee.sensitivity.kind})."
+
+
+def failure(probability: float) -> str:
+    return f"failure probability {_power_of_ten(f'{probability:.1g}')} included in δ"
 
 
 def estimated(estimate: Estimate) -> str:

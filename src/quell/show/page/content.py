@@ -59,7 +59,6 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
         "maxse": mechanism.maxse,
         "training": mechanism.training,
         "gain": answers.dpsgd.rmse / mechanism.rmse,
-        "gap": mechanism.rmse / answers.lower_bound,
         "buffers": mechanism.buffers,
         "draws": mechanism.draws,
         "sampling": mechanism.sampling,

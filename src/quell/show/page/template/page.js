@@ -29,7 +29,7 @@ function fill(id, lines, tag) {
 
 const COLUMNS = [
   ["σ", row => row.certified ? row.sigma : `≈ ${row.sigma}`], ["RMSE", row => show(row.rmse)], ["MaxSE", row => show(row.maxse)], ["train", row => show(row.training)],
-  ["gain", (row, plan) => `${plan.baseline_estimated || !row.certified ? "≈ " : ""}${row.gain.toPrecision(3)}×`], ["gap", row => `${row.gap.toPrecision(3)}×`],
+  ["gain", (row, plan) => `${plan.baseline_estimated || !row.certified ? "≈ " : ""}${row.gain.toPrecision(3)}×`],
   ["mem", row => row.buffers.toLocaleString("en")], ["draws", row => row.draws.toLocaleString("en")],
   ["batches", row => row.sampling], ["noise is", row => row.certified ? "certified" : "estimated"],
 ];
