@@ -176,13 +176,11 @@ def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: fl
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
     affordable = _WORK / (min(pair.width, 512) * mixture.price)
     count = int(max(_LEAST, min(wanted, affordable, _MOST)))
-    pays = _expected_upper(mixture, count, failure) < free
-    return count if pays and affordable > _TOO_FEW else 0
+    return count if affordable > _TOO_FEW and _expected_upper(mixture, count, failure) < free else 0
 
 
 def _expected_upper(mixture: Mixture, count: int, failure: float) -> float:
-    excess = expected_excess(count, mixture.variance, mixture.most, failure)
-    return (1 + _CONSTANT_SLACK) * mixture.mean + excess
+    return (1 + _CONSTANT_SLACK) * mixture.mean + expected_excess(count, mixture.variance, mixture.most, failure)
 
 
 def _certify_direction(

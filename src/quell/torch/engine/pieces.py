@@ -24,6 +24,7 @@ from quell.torch.engine.bounds import gram_norms, token_norms
 _MOST_NUMBERS = 1 << 26  # that a chunk of per-unit gradients or unfolded images may have, and no more than its layer
 _FEW_NUMBERS = 1 << 25  # for which no chunk is made smaller
 
+_ROOM = 1 << 24  # numbers that a CPU may keep in any case, because making gradients of convolutions twice is slow there
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
 
 
@@ -290,7 +291,8 @@ def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
     if not piece.units:
         return Rows(piece.g.new_zeros(0, *shape))
     if isinstance(piece, Patches):
-        return piece.rows(shape) if shape.numel() * piece.units <= piece.g.numel() + piece.x.numel() else piece
+        room = max(piece.g.numel() + piece.x.numel(), 0 if piece.g.is_cuda else _ROOM)
+        return piece.rows(shape) if shape.numel() * piece.units <= room else piece
     held = piece.g.numel() + piece.a.numel()
     if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
         return Rows(whole(piece).view(-1, *shape))
