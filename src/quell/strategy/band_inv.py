@@ -17,7 +17,6 @@ from quell._types import Array
 from quell.algebra.descent import Convergence
 from quell.sampling import Participation
 from quell.strategy.family import DIVERGENCE, HORIZON, Candidates, Family, Limits
-from quell.strategy.fractional import best_lambda
 from quell.strategy.optimised import Solution, Watch, amplified, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
@@ -42,11 +41,11 @@ def band_inv(
 
         _, start = roots(workload, bands)
         start = start / start[0]
-        memory = 1.0 / (1.0 - best_lambda(workload, participation, objective))
-        task = decoder(workload, bands, last_only=objective == "maxse", memory=memory)
+        task = decoder(workload, bands, last_only=objective == "maxse")
         b, k = participation.separation, participation.count
         columns = partial(leftmost_energy, steps=workload.steps, separation=b, count=k)
-        return minimise_product(task, start, amplified(participation, divergence) or columns, watch)
+        smooth = k == 1 or 4 * bands <= b  # with more bands C turns negative, and |C| has kinks
+        return minimise_product(task, start, amplified(participation, divergence) or columns, smooth, watch)
 
     parameters: dict[str, Parameter] = {"bands": bands, "objective": objective}
     if divergence is not None:
