@@ -1,6 +1,6 @@
 """Minimise a smooth function: L-BFGS with a weak-Wolfe line search, for four unknowns or sixteen million.
 
-Every optimal strategy in Quell (banded, dense, Toeplitz, BLT) is the minimum of a smooth loss whose gradient
+Nearly every optimal strategy in Quell (banded, Toeplitz, BLT) is the minimum of a smooth loss whose gradient
 is written by hand. Three needs made us write these few lines rather than call `scipy.optimize`:
 
 * a trial step may make C⁻¹ overflow; the loss is then +inf or nan, which must mean "step too long" and
