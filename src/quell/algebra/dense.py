@@ -6,8 +6,8 @@ With X = CᵀC and G = AᵀA the problem "minimise ‖A C⁻¹‖_F² over C wit
     maximise 2·tr M − tr Λ,   M = (Λ^½ G Λ^½)^½,   over diagonal Λ > 0                                    (dual)
 
 (Choquette-Choo et al. 2023, reference [5] of arXiv:2405.15913). Any Λ gives a lower bound on every strategy's loss,
-and the optimal one gives the optimal X = Λ^-½ M Λ^-½. The dual has n unknowns where the primal has n²/2. It is solved by
-Newton's method in ln Λ. With M = V diag(s) Vᵀ, from the singular values of A Λ^½, and ∘ for products entry by entry,
+and the optimal one gives the optimal X = Λ^-½ M Λ^-½. The dual has n unknowns where the primal has n²/2. It is solved
+by Newton's method in ln Λ. With M = V diag(s) Vᵀ, from the singular values of A Λ^½, and ∘ for products entry by entry,
 
     gradient = diag M − Λ,   −Hessian = Λ − diag M + Σ_ab q_ab·(v_a∘v_b)(v_a∘v_b)ᵀ,   q_ab = s_a·s_b/(s_a + s_b).
 
