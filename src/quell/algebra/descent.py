@@ -314,13 +314,12 @@ def _dot(a: Vector, b: Vector) -> float:
 
 def _add_scaled(out: Array, factor: float, values: Vector, other: Vector | None) -> float:
     """out += factor·values; return out·other (0 without one), in one pass over memory."""
-    total = 0.0
-    for k in _starts(out):
-        piece = out[k : k + _PIECE]
-        piece += factor * values[k : k + _PIECE]
-        if other is not None:
-            total += float(piece @ other[k : k + _PIECE])
-    return total
+    if out.size > _PIECE:
+        from quell.algebra._vectors import add_scaled  # compiled code, for long vectors only
+
+        return float(add_scaled(out, factor, values, values if other is None else other))
+    out += factor * values
+    return 0.0 if other is None else float(out @ other)
 
 
 def _move(out: Array, point: Array, step: float, direction: Array) -> None:
