@@ -3,9 +3,10 @@
     python benchmarks/strategies.py [--peer PYTHON] [--quick] [--out FILE]
 
 `--peer` is an interpreter with jax-privacy installed (`pip install jax-privacy` in an environment of its own); without
-it only Quell runs. Seconds are CPU-seconds on one core, which other work on the machine disturbs less. Every case
-starts in a fresh process, so both sides pay for compilation in the time shown; imports are left out, and Quell's kernels come from numba's cache after the first run, as a user's do. Losses of both sides are
-computed by the same float64 code: sensitivity × ‖A·C⁻¹‖_F/√n on prefix sums, one participation unless k is given.
+it only Quell runs. Seconds are CPU-seconds on one core, which other work on the machine disturbs less. Each case
+starts in a fresh process, so both sides pay for compilation in the time shown. Imports do not count. Quell's kernels
+come from numba's cache after the first run, as a user's do. Losses of both sides are computed by the same float64 code:
+sensitivity × ‖A·C⁻¹‖_F/√n on prefix sums, one participation unless k is given.
 """
 
 from __future__ import annotations
@@ -159,9 +160,7 @@ def compare(options: argparse.Namespace) -> None:
 
     say(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}")
     say("")
-    say(
-        "| case | Quell CPU s | peer CPU s | times faster | Quell loss | peer loss / Quell loss − 1 | Quell GiB | peer GiB |"
-    )
+    say("| case | Quell s | peer s | times faster | Quell loss | peer loss / Quell loss − 1 | Quell GiB | peer GiB |")
     say("|---|---|---|---|---|---|---|---|")
     for case in CASES:
         if options.quick and (case["n"] >= 10**6 or case["kind"] in ("band", "dense")):

@@ -457,7 +457,7 @@ def train(
     try:
         from quell.trial import command, results
     except ModuleNotFoundError as missing:
-        raise QuellError(f"quell train needs {missing.name}: pip install -c constraints.txt '.[torch]'") from missing
+        raise QuellError(f"quell train needs {missing.name}: pip install 'quell[torch]'") from missing
 
     with _progress() as advance:
         recipe, outcomes = command.train(

@@ -163,6 +163,7 @@ class Problem:
         return float(getattr(error(strategy, self.workload), objective))
 
     def with_claim(self, strategy: Strategy, claim: Guarantee | Estimate) -> Mechanism:
+        """The mechanism of a strategy whose noise is known, with its errors."""
         unit_training = training_error(strategy, self.workload, self.adaptive)
         return Mechanism(strategy, claim, error(strategy, self.workload), unit_training)
 

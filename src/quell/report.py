@@ -311,7 +311,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as missing:
-        raise QuellError("plots need matplotlib: pip install -c constraints.txt '.[plot]'") from missing
+        raise QuellError("plots need matplotlib: pip install 'quell[plot]'") from missing
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -43,9 +43,11 @@ class PrivacyReport:
     versions: dict[str, str]
 
     def json(self) -> str:
+        """The report as a JSON object with one key per attribute."""
         return json.dumps(asdict(self), indent=2)
 
     def markdown(self) -> str:
+        """The report as a page for people, ready to be kept with the model."""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         failure = (
             f" (failure probability {self.failure_probability:.1g} included in δ)" if self.failure_probability else ""
