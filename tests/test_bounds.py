@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from enumeration import by_enumeration
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from quell import bounds, strategy, workload
 from quell.error import error
 from quell.sampling import Participation
 from quell.sensitivity import sensitivity
+from tests.enumeration import by_enumeration
 
 tasks = st.sampled_from([(0.0, 1.0), (0.9, 1.0), (0.0, 0.95), (0.9, 0.999)])
 

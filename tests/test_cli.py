@@ -11,13 +11,13 @@ import subprocess
 import sys
 import time
 
-import documented
 import pytest
 from typer.testing import CliRunner
 
 from quell import cli, planning, privacy
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
+from tests import documented
 
 RUN = ["--steps", "3900", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
 PLAN = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from enumeration import by_enumeration
 
 import quell
 from quell import questions
@@ -12,6 +11,7 @@ from quell.errors import QuellError
 from quell.privacy import gaussian_sigma
 from quell.sampling import Batches, Cyclic, Participation
 from quell.setup import Setup
+from tests.enumeration import by_enumeration
 
 SMALL = {"examples": 1000, "batch_size": 50, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
 

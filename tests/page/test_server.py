@@ -158,7 +158,8 @@ def test_only_the_latest_question_of_a_page_is_answered(monkeypatch):
 
     monkeypatch.setattr(live, "draft_plan", slow)
     monkeypatch.setattr(live, "content_of", lambda setup, thorough: {"epsilon": setup.epsilon})
-    desk, outcomes = Desk(), {}
+    desk = Desk()
+    outcomes: dict[float, dict | None] = {}
 
     def put(epsilon, page):
         try:

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pytorch.conftest import small_plan
-from pytorch.forks import fork
-from pytorch.training import examples
 from quell.torch import make_private
+from tests.pytorch.conftest import small_plan
+from tests.pytorch.forks import fork
+from tests.pytorch.training import examples
 
 
 class Augmented(torch.utils.data.Dataset):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from enumeration import by_enumeration
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from quell.mechanism import Problem
 from quell.sampling import Cyclic, Participation
 from quell.sensitivity import sensitivity
 from quell.strategy import ToeplitzStrategy
+from tests.enumeration import by_enumeration
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -102,7 +102,7 @@ def test_no_nearby_toeplitz_strategy_is_better(task, bands, seed):
 
     def total(c: np.ndarray) -> float:
         other = ToeplitzStrategy("other", n, c)
-        return error(other, a).rmse * np.linalg.norm(c)
+        return float(error(other, a).rmse * np.linalg.norm(c))
 
     nudge = np.random.default_rng(seed).normal(size=bands) * 1e-3
     nudge[0] = 0.0

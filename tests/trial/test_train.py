@@ -6,7 +6,6 @@ import json
 import runpy
 from pathlib import Path
 
-import documented
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from quell.planning import Plan, problem_of
 from quell.setup import Setup
 from quell.trial import command, comparison, results
 from quell.trial.models import build
+from tests import documented
 
 ROOT = Path(__file__).parent.parent.parent
 OPTIONS = ["--epochs", "2", "--batch-size", "20", "--epsilon", "8", "--delta", "1e-3", "--sampling", "cyclic"]
