@@ -60,7 +60,7 @@ def band_inv(
 
 
 def _planned(limits: Limits) -> Candidates:
-    """In very long runs only few bands can be found in seconds."""
+    """In very long runs only few bands are tried, to keep planning short."""
     return [each for each in limits.noising_bands() if int(each["bands"]) * limits.participation.steps <= _MOST_PLANNED]
 
 
