@@ -8,6 +8,7 @@ import pytest
 import quell
 from quell import questions
 from quell.errors import QuellError
+from quell.planning import problem_of
 from quell.privacy import gaussian_sigma
 from quell.sampling import Batches, Cyclic, Participation
 from quell.setup import Setup
@@ -38,7 +39,7 @@ def test_errors_out_of_reach_are_refused(target):
 
 
 def test_more_epochs_in_the_same_steps_lower_the_noise_per_example():
-    setup = Setup(**{**SMALL, "batch_size": 1, "epochs": 1}, sampling="cyclic")
+    setup = Setup(**{**SMALL, "batch_size": 1, "epochs": 1}, sampling="cyclic", memory=0, draws=1)
     choices = questions.choices_for_steps(100, setup)
     assert [choice.setup.epochs for choice in choices][:3] == [1, 2, 4]
     assert all(90 <= choice.setup.steps <= 110 for choice in choices)
@@ -78,10 +79,8 @@ def test_privacy_per_user_counts_the_users_own_pattern(tmp_path):
 
 
 def test_more_participations_need_more_noise():
-    noises = [
-        quell.plan(**SMALL, separation=4, participations=k, draws=1, memory=0).problem.dpsgd.noise_multiplier
-        for k in (1, 2, 8)
-    ]
+    setups = (Setup(**SMALL, separation=4, participations=k) for k in (1, 2, 8))
+    noises = [problem_of(setup).dpsgd.noise_multiplier for setup in setups]
     assert np.allclose(noises, [gaussian_sigma(4.0, 1e-5) * k**0.5 for k in (1, 2, 8)])
 
 

@@ -9,8 +9,8 @@ participation, and S follows from a recursion that runs backwards,
 
 for θ-fold tilts with a_t^{(θ)} = exp(θu_t − θ²α_t) instead. Within a block of b steps the V_{t+b} are known and the
 rest is a first-order filter; between blocks only logarithms are kept. Proposals and certificates are those of
-`quell.privacy.importance`, but without extras, for whose weights no useful bound is known here: at small ε
-certificates are looser than for balls in bins, and cyclic Poisson sampling may be the better choice.
+`quell.privacy.importance`, but without extras, for whose weights no useful bound is known here: where δ is small,
+certificates ask for more noise than those of balls in bins (`benchmarks/tightness.py` measures how much).
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ class ChainPair:
     @property
     def average(self) -> float:
         return self.sampling.fraction * float(self.alpha.sum())
+
+    def log_moment(self, theta: float) -> float:
+        return float(self._log_likelihood(theta * self.alpha[None])[0])  # columns of one pattern do not overlap
 
     @cached_property
     def centre(self) -> float:

@@ -5,8 +5,9 @@ participations are ⌈n/g⌉ adaptively composed Gaussian mechanisms of noise σ
 (arXiv:2306.08153, Theorem 2; g = 1 is DP-SGD, arXiv:1607.00133). Signs of C do not matter here. The library composes
 pessimistic discretisations for the upper end and optimistic ones for the lower; it does so by raising Fourier
 coefficients to a power, which multiplies their rounding errors by the number of rounds, so both ends are moved outwards
-by that (`_ROUNDING`). Below it, no amplification can be certified. Columns of different norms, as `diagonal` has
-them, are composed by `coins`: the library takes seconds to set up each of them.
+by that (`_ROUNDING`). Below it, no amplification can be certified. The library takes seconds for each composition, and
+without end where little noise makes losses large. So `coins` answers for it in searches, where losses are too many
+(`_MOST_CELLS`), and where columns differ in their norms, as those of `diagonal` do.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import numpy as np
 
 from quell._types import Array
 from quell.errors import QuellError
-from quell.privacy.coins import coin_bound
+from quell.privacy.coins import coin_bound, reach
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Certificate
 from quell.sampling import CyclicPoisson, Poisson
 from quell.sensitivity import Sensitivity
 from quell.strategy.structure import Strategy, TreeStrategy
 
-_COARSE, _FINE = 1e-3, 1e-4  # discretisation of losses, finer where ε is below 1
+_SPACING = 1e-4  # of the library's losses, finer where ε is below 1
+_MOST_CELLS = 1 << 22  # of the library's losses: about ten seconds
 _NO_LOSS = 1e-13  # what truncation in the library adds to a δ that is 0
 # One coefficient has a relative error of about log2(grid)·2⁻⁵³ ≈ 2e-15, its r-th power r times that. By Parseval the
 # errors of all cells together are at most √(cells·largest mass) ≈ 3 times as large: grids end a few deviations out.
@@ -69,20 +71,24 @@ class PoissonAccountant:
         return min(typical * gaussian_sigma(epsilon, delta) * max(often, 0.3), self.safe_sigma(epsilon, delta))
 
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
-        spacing = (_FINE if careful else _COARSE) * _share(epsilon)
-        return self._upper(sigma, epsilon, spacing), 0.0
+        return min(1.0, coin_bound(self.relative(sigma), self.rate, epsilon), self._plain(sigma, epsilon)), 0.0
 
     def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
         return 0.0
 
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
-        spacing, lower = _FINE * _share(epsilon), 0.0
-        upper = self._upper(sigma, epsilon, spacing)
+        spacing = _SPACING * min(1.0, max(epsilon, 0.2))
         method = f"privacy loss distribution of {self.rounds:,} subsampled Gaussians"
-        if len(self.columns) == 1:
-            method += " (dp-accounting)"
-            lower = float(self._composed(sigma, spacing, False).get_delta_for_epsilon(epsilon))
-        return Certificate(max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds), upper, method, 0.0, upper)
+        if len(self.columns) > 1 or reach(self.relative(sigma), self.rate) > _MOST_CELLS * spacing:
+            upper, _ = self.estimate(sigma, epsilon, True)
+            return Certificate(0.0, upper, method, 0.0, upper)
+        lower, upper = (
+            float(self._composed(sigma, spacing, pessimistic).get_delta_for_epsilon(epsilon))
+            for pessimistic in (False, True)
+        )
+        upper = min(upper + _ROUNDING * self.rounds, self._plain(sigma, epsilon))
+        lower = max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds)
+        return Certificate(lower, upper, f"{method} (dp-accounting)", 0.0, upper)
 
     def safe_sigma(self, epsilon: float, delta: float) -> float:
         return self.energy * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
@@ -94,13 +100,9 @@ class PoissonAccountant:
         """How many rounds have noise of which size in units of what an example adds to them."""
         return tuple((count, sigma / norm) for count, norm in self.columns)
 
-    def _upper(self, sigma: float, epsilon: float, spacing: float) -> float:
-        if len(self.columns) > 1:
-            found = coin_bound(self.relative(sigma), self.rate, epsilon)
-        else:
-            composed = self._composed(sigma, spacing, True)
-            found = float(composed.get_delta_for_epsilon(epsilon)) + _ROUNDING * self.rounds
-        return min(found, gaussian_delta(sigma / self.energy * (1 - 1e-9), epsilon))
+    def _plain(self, sigma: float, epsilon: float) -> float:
+        """δ of one who always takes part."""
+        return gaussian_delta(sigma / self.energy * (1 - 1e-9), epsilon)
 
     def _composed(self, sigma: float, spacing: float, pessimistic: bool) -> Any:
         # Heavy, untyped, and only this accountant needs it.
@@ -113,10 +115,6 @@ class PoissonAccountant:
             use_connect_dots=pessimistic,
         )
         return once.self_compose(self.rounds)
-
-
-def _share(epsilon: float) -> float:
-    return min(1.0, max(epsilon, 0.2))
 
 
 def accountant_of(strategy: Strategy, sampling: Poisson | CyclicPoisson) -> PoissonAccountant:

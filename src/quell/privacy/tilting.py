@@ -13,7 +13,8 @@ Two families are mixed:
 
 * `Tilt(θ, extra)`, θ ≥ 1: N(θ·m_1 + m_2 + … + m_{1+extra}, σ²I). The first pattern is drawn as it is, every further one
   in proportion to exp⟨m, what is there already⟩/σ². Without extras this is the mixture itself, moved θ times as far;
-  its density is ρ_θ = E_π exp(θu_π − θ²α_π) ≥ S^θ·exp(−θ(θ−1)·max α) by Jensen. With θ = 1 the extras aim at Q·S^c,
+  its density is ρ_θ = E_π exp(θu_π − θ²α_π) ≥ S^θ/M(θ)^{θ−1}, M(θ) = E_π exp(θα_π), by Hölder with exponents θ and
+  θ/(θ−1) for S = E_π exp(u_π − θα_π)·exp((θ−1)α_π). With θ = 1 the extras aim at Q·S^c,
   c = 1 + extra, the best exponential tilt there is. A = Π E_π exp⟨m_π, what is there already⟩/σ², over the extras, is
   known for every tuple, and by Hölder A ≤ max A = Π_{i<extra} max_π' E_π exp((θ+i)·⟨m_π, m_π'⟩/σ². A tuple that is
   accepted with probability A/max A leads to the density ρ_θ·S^extra/Z exactly, Z = E A; one that is always accepted
@@ -24,7 +25,7 @@ Two families are mixed:
 
 Each family bounds X on the whole event, because ρ is at least its own share w·ρ_k of the mixture:
 
-    remove, c = θ + extra:  X ≤ κ(c)·e^{−(c−1)ε}·exp(θ(θ−1)·max α)·Z̄/w
+    remove, c = θ + extra:  X ≤ κ(c)·e^{−(c−1)ε}·M(θ)^{θ−1}·Z̄/w
     add, s = −shift:        X ≤ κ(s+1)·e^{−s(ε−ᾱ) + s²ā}/w
     κ(c) = max_x e^{−(c−1)x}(1 − e^{−x}) = ((c−1)/c)^{c−1}/c.
 
@@ -43,6 +44,7 @@ import numpy as np
 from quell._types import Array
 
 Direction = Literal["remove", "add"]
+_POWERS = 24  # θ that are tried
 _MOST_EXTRA = 96  # beyond it a tuple costs more to draw than it gains
 PRICE_OF_EXTRA = 0.2  # what one more pattern costs to draw, beside everything else about a draw
 _ROUNDING = 1e-9  # added to the logarithm of every bound
@@ -101,6 +103,9 @@ class Pair(Protocol):
     def average(self) -> float:
         """ᾱ = E α_π."""
 
+    def log_moment(self, theta: float) -> float:
+        """ln M(θ) = ln E_π exp(θα_π)."""
+
     @property
     def centre(self) -> float:
         """ā = ‖m̄‖²/2σ²."""
@@ -127,7 +132,8 @@ def log_bound(proposal: Proposal, pair: Pair, direction: Direction, epsilon: flo
     match proposal:
         case Tilt(theta=theta, extra=extra, shift=0.0) if direction == "remove":
             c = theta + extra
-            return log_kappa(c) - (c - 1) * epsilon + theta * (theta - 1) * pair.heaviest + log_constant + _ROUNDING
+            spread = (theta - 1) * pair.log_moment(theta) if theta > 1 else 0.0
+            return log_kappa(c) - (c - 1) * epsilon + spread + log_constant + _ROUNDING
         case Mean(shift=shift) if direction == "add" and shift < 0:
             s = -shift
             return log_kappa(s + 1) - s * (epsilon - pair.average) + s * s * pair.centre + _ROUNDING
@@ -148,8 +154,11 @@ def sampling_free(pair: Pair, direction: Direction, epsilon: float) -> float:
 
 
 def best_power(pair: Pair, epsilon: float) -> float:
-    """The θ with the smallest bound, near ½ + ε/2α."""
-    return max(1.0, 0.5 + epsilon / (2 * pair.heaviest))
+    """The θ with the smallest bound, which is about ½ + ε/2α for an α between the average and the largest."""
+    least, most = (max(1.0, 0.5 + epsilon / (2 * alpha)) for alpha in (pair.heaviest, pair.average))
+    grid = np.geomspace(least, most, _POWERS) if most > least * (1 + 1e-9) else np.array([least])
+    bounds = [log_bound(Tilt(float(theta)), pair, "remove", epsilon, 0.0) for theta in grid]
+    return float(grid[int(np.argmin(bounds))])
 
 
 def best_extra(pair: Pair, epsilon: float) -> int:
