@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from enumeration import by_enumeration
 
 import quell
 from quell.errors import QuellError
@@ -13,6 +12,7 @@ from quell.planning import Prices, questions
 from quell.privacy import gaussian_sigma
 from quell.run import Run
 from quell.schemes import Batches, Cyclic
+from tests.enumeration import by_enumeration
 
 SMALL = {"examples": 1000, "batch_size": 50, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
 

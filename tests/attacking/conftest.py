@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pytorch.conftest import one_thread
+from tests.pytorch.conftest import one_thread
 
 __all__ = ["one_thread"]

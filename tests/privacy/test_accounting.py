@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from simulation import Patterns, agrees, simulated_delta
 
 from quell import privacy, strategy, workload
 from quell.errors import QuellError
@@ -15,6 +14,7 @@ from quell.privacy import mixture as balls_in_bins
 from quell.privacy.accountant import FAILURE_SHARE, round_up
 from quell.schemes import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy.structure import ToeplitzStrategy
+from tests.privacy.simulation import Patterns, agrees, simulated_delta
 
 N, B, SIGMA, EPSILON = 12, 4, 2.0, 0.8
 

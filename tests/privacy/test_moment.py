@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from simulation import Patterns, log_sum
 
 from quell import strategy, workload
 from quell.privacy.bin_pair import BinPair
 from quell.privacy.bins import bins_of
 from quell.privacy.chain import ChainPair
 from quell.schemes import BallsInBins, BMinSep
+from tests.privacy.simulation import Patterns, log_sum
 
 
 def smallest_margin(pair, matrix, patterns, theta, log_moment):

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from attacks.kills import Augmented, resume, save
-from pytorch.conftest import small_plan
-from pytorch.forks import fork
 from quell.torch import make_private
+from tests.pytorch.conftest import small_plan
+from tests.pytorch.forks import fork
 
 
 def build(key, mechanism, clipping):
