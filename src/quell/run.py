@@ -329,19 +329,3 @@ class Run:
     def workload(self) -> workload.Workload:
         """The workload A: what the optimizer does with the gradients of the run."""
         return self.optimizer.workload(self.steps)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Warnings about the run, in words."""
-        found = []
-        if self.examples is not None and self.delta * self.examples > 1:
-            found.append(
-                f"delta={self.delta:g} is above 1/examples={1 / self.examples:.2g}: "
-                "such a guarantee would allow publishing a whole example"
-            )
-        if self.examples is not None and self.batch_size and (left := self.examples % self.batch_size):
-            found.append(
-                f"{self.examples:,} examples do not divide into batches of {self.batch_size:,}: an epoch has "
-                f"{self.steps_per_epoch:,} steps, and the {left:,} left over make some batches larger"
-            )
-        return tuple(found)
