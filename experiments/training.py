@@ -93,7 +93,7 @@ class DecoupledSGD(torch.optim.SGD):
 
 def sgd(model: nn.Module, plan: Plan, rate: float) -> DecoupledSGD:
     """The papers' optimizer: momentum is dampened, m ← μm + (1 − μ)g, which is a factor 1 − μ on the learning rate."""
-    momentum, decay = plan.setup.momentum, plan.setup.weight_decay
+    momentum, decay = plan.run.optimizer.momentum, plan.run.optimizer.weight_decay
     lr = rate * (1 - momentum)
     return DecoupledSGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=(1 - decay) / lr)
 

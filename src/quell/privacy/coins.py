@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from quell._types import Array
+from quell.errors import QuellError
 
 Rounds = Sequence[tuple[int, float]]  # how many rounds have noise of which σ, in units of what the example adds
 
@@ -20,6 +22,7 @@ _FAR = 9.0  # standard deviations of one round's output that are looked at
 _SLICES = 1 << 9  # of it, to find out how far the composed loss reaches
 _TAIL = 1e-14  # probability that may fall off the grid, at either end
 _CELLS = 1 << 15  # of the grid, at least
+_MOST_CELLS = 1 << 25  # that the losses of one round may span
 _MARGIN, _STEEP = 64, 0.5  # cells kept free at the upper end, and the order of a Chernoff bound that makes use of them
 _UPWARDS = 1e-10  # of a cell's probability that is moved up by one place: losses are known to about 10⁻¹⁵
 _FOURIER = 4e-15  # relative error of a round's Fourier coefficients, twice log2(cells)·2⁻⁵³; of r rounds r times that
@@ -56,11 +59,13 @@ def coin_bound(rounds: Rounds, rate: float, epsilon: float) -> float:
 
 def coin_epsilon(rounds: Rounds, rate: float, delta: float) -> float:
     """About ε at `delta`."""
-    both = _both(rounds, rate)
-    low, high = 0.0, max(float(losses.values[-1]) for losses in both)
+    found = [_composed(rounds, rate, 1)]
+    with suppress(QuellError):  # so little noise that the grid of the other direction, mostly the better, has no end
+        found.append(_composed(rounds, rate, -1))
+    low, high = 0.0, max(float(losses.values[-1]) for losses in found)
     for _ in range(50):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if max(losses.delta(middle) for losses in both) > delta else (low, middle)
+        low, high = (middle, high) if max(losses.delta(middle) for losses in found) > delta else (low, middle)
     return high
 
 
@@ -102,6 +107,8 @@ def _round(rate: float, sigma: float, sign: int, width: float) -> tuple[int, Arr
 
     ends = [_loss(rate, sigma, y) for y in (-_FAR * sigma, 1 + _FAR * sigma)]
     first, last = math.floor(ends[0] / width), math.ceil(ends[1] / width)
+    if last - first > _MOST_CELLS:
+        raise QuellError(f"noise of {sigma:.3g} is so little that its privacy losses fit no grid: use more")
     losses = width * np.arange(first, last + 1, dtype=np.float64)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # no y has a loss of ln(1 − q) or less
         small, large = np.log(np.maximum(np.expm1(losses) + rate, 0.0)), losses + np.log1p((rate - 1) * np.exp(-losses))
