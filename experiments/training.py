@@ -102,7 +102,8 @@ def prepared(job: Job, line: Entry, train: TensorDataset) -> Any:
     """Model, optimizer and loader of a private run."""
     plan, device = plan_of(line, len(train)), train.tensors[0].device
     model = convnet(job.seed, job.he).to(device)
-    return make_private(model, sgd(model, plan, job.rate), train, plan, job.clip, key=seeded_key(job.name))
+    options = {"key": seeded_key(job.name), "cuda_graphs": device.type == "cuda"}
+    return make_private(model, sgd(model, plan, job.rate), train, plan, job.clip, **options)
 
 
 def trained(job: Job, line: Entry, train: TensorDataset, test: TensorDataset, steps: int | None = None) -> list[float]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 
-import documented
 import pytest
 from typer.testing import CliRunner
 
@@ -19,6 +18,7 @@ from quell import cli, planning, privacy
 from quell.cli import plan, terminal
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
+from tests import documented
 
 RUN = ["--steps", "3900", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
 PLAN = [

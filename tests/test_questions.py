@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from enumeration import by_enumeration
 
 import quell
 from quell.errors import QuellError
 from quell.participation import Participation
-from quell.planning import questions
+from quell.planning import Prices, questions
 from quell.privacy import gaussian_sigma
 from quell.run import Run
 from quell.schemes import Batches, Cyclic
+from tests.enumeration import by_enumeration
 
 SMALL = {"examples": 1000, "batch_size": 50, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
 
@@ -47,7 +47,7 @@ def test_a_target_rmse_refuses_another_objective():
 
 
 def test_more_epochs_in_the_same_steps_lower_the_noise_per_example():
-    known = {"examples": 1000, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
+    known = {"examples": 1000, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic", "memory": 0, "draws": 1}
     choices = questions.choices_for_steps(100, **known)
     assert [choice.run.epochs for choice in choices][:3] == [1, 2, 4]
     assert all(90 <= choice.run.steps <= 110 for choice in choices)
@@ -94,10 +94,8 @@ def test_privacy_per_user_counts_the_users_own_pattern(tmp_path):
 
 
 def test_more_participations_need_more_noise():
-    noises = [
-        quell.plan(**SMALL, separation=4, participations=k, draws=1, memory=0).prices.dpsgd.noise_multiplier
-        for k in (1, 2, 8)
-    ]
+    runs = (Run.from_data(**SMALL, separation=4, participations=k) for k in (1, 2, 8))
+    noises = [Prices(run).dpsgd.noise_multiplier for run in runs]
     assert np.allclose(noises, [gaussian_sigma(4.0, 1e-5) * k**0.5 for k in (1, 2, 8)])
 
 

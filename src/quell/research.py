@@ -23,6 +23,8 @@ from quell.progress import announce
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["optimise"]
+
 
 def optimise(
     noising: Callable[[Tensor], StreamingOperator],
@@ -58,9 +60,7 @@ def optimise(
         import torch
         from torch.func import grad_and_value
     except ImportError as missing:
-        raise QuellError(
-            "quell.research differentiates with PyTorch: pip install -c constraints.txt '.[torch]'"
-        ) from missing
+        raise QuellError("quell.research differentiates with PyTorch: pip install 'quell[torch]'") from missing
 
     def log_loss(parameters: Tensor) -> Tensor:
         decoder = compose(workload, noising(parameters))

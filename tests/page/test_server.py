@@ -166,7 +166,8 @@ def test_only_the_latest_question_of_a_page_is_answered(monkeypatch):
     monkeypatch.setattr(live, "draft_plan", slow)
     monkeypatch.setattr(live, "answers", lambda run, thorough, prices: None)
     monkeypatch.setattr(live, "page_content", lambda run, _, thorough: {"epsilon": run.epsilon})
-    desk, outcomes = Desk(), {}
+    desk = Desk()
+    outcomes: dict[float, dict | None] = {}
 
     def put(epsilon, page):
         try:

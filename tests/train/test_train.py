@@ -6,7 +6,6 @@ import json
 import runpy
 from pathlib import Path
 
-import documented
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from quell.run import Run
 from quell.show import words
 from quell.train import command, comparison
 from quell.train.models import build
+from tests import documented
 
 ROOT = Path(__file__).parent.parent.parent
 OPTIONS = ["--epochs", "2", "--batch-size", "20", "--epsilon", "8", "--delta", "1e-3", "--sampling", "cyclic"]

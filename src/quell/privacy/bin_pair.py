@@ -45,6 +45,9 @@ class BinPair:
     def average(self) -> float:
         return float(self.alpha.mean())
 
+    def log_moment(self, theta: float) -> float:
+        return float(_log_mean_exp(theta * self.alpha[None])[0])
+
     @property
     def centre(self) -> float:
         return float(self.bins.pull.mean()) / (2 * self.sigma**2)

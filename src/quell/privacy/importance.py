@@ -51,6 +51,7 @@ _SLACK = 0.05  # relative width of a certificate worth paying for; with that of 
 _SLACKS, _CHEAP, _PLENTY = (0.025, 0.035, _SLACK), 2.0**26, 3 << 17  # finer ones where few numbers and draws buy it
 _LEAST, _MOST = 1 << 14, 1 << 20  # draws
 _WORK = 2.0**28  # numbers that one certificate may draw; more only where a draw has more than 512
+_TOO_FEW = _LEAST / 4  # draws: where no more than that are affordable, none are made
 _CONSTANT_SLACK, _CONSTANT_FAILURE = 0.01, 0.1  # wanted width of Z̄; part of the failure probability for all of them
 _FEWEST = 1 << 12  # tuples for one constant
 _BLENDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
@@ -129,12 +130,9 @@ def scout(pair: Pair, epsilon: float, failure: float, size: int) -> Scouted:
     pilots = [pilot(pair, "remove", epsilon, size, failure)]
     if free["add"] > 1e-3 * pilots[0].estimate:
         pilots.append(pilot(pair, "add", epsilon, size, failure))
-    draws = _draws(pair, pilots, failure)
+    draws = _draws(pair, pilots, failure, free)
     expected = [
-        (1 + _CONSTANT_SLACK) * each.mixture.mean
-        + expected_excess(count, each.mixture.variance, each.mixture.most, failure)
-        if each.mixture and count
-        else free[each.direction]
+        _expected_upper(each.mixture, count, failure) if each.mixture and count else free[each.direction]
         for each, count in zip(pilots, draws, strict=True)
     ]
     rest = free["add"] if len(pilots) == 1 else 0.0
@@ -150,14 +148,17 @@ def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Cer
     return Certificate(lower, min(upper, scouted.free), _METHOD, failure, used)
 
 
-def _draws(pair: Pair, pilots: list[Pilot], failure: float) -> list[int]:
-    """How many draws each direction's certificate should take: for the narrowest width that is cheap, at most 5%."""
+def _draws(pair: Pair, pilots: list[Pilot], failure: float, free: dict[Direction, float]) -> list[int]:
+    """How many draws each direction's certificate should take: for the narrowest width that is cheap, at most 5%.
+
+    None if they cost too much, or if their bound is expected to be above `free`, which takes no draws.
+    """
     top = max(each.estimate for each in pilots)
     if top == 0.0:
         return [0] * len(pilots)
     counts = []
     for slack in _SLACKS:
-        counts = [_draws_for(slack, pair, each, failure, top) for each in pilots]
+        counts = [_draws_for(slack, pair, each, failure, top, free[each.direction]) for each in pilots]
         numbers = sum(
             n * pair.width * each.mixture.price for n, each in zip(counts, pilots, strict=True) if each.mixture
         )
@@ -166,7 +167,7 @@ def _draws(pair: Pair, pilots: list[Pilot], failure: float) -> list[int]:
     return counts
 
 
-def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: float) -> int:
+def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: float, free: float) -> int:
     mixture = piloted.mixture
     if mixture is None:
         return 0
@@ -174,7 +175,12 @@ def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: fl
     excess = max(slack * top, 0.5 * (top - piloted.estimate), 0.8 * top - 2.0 * piloted.estimate)
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
     affordable = _WORK / (min(pair.width, 512) * mixture.price)
-    return int(max(_LEAST, min(wanted, affordable, _MOST)))
+    count = int(max(_LEAST, min(wanted, affordable, _MOST)))
+    return count if affordable > _TOO_FEW and _expected_upper(mixture, count, failure) < free else 0
+
+
+def _expected_upper(mixture: Mixture, count: int, failure: float) -> float:
+    return (1 + _CONSTANT_SLACK) * mixture.mean + expected_excess(count, mixture.variance, mixture.most, failure)
 
 
 def _certify_direction(
@@ -183,7 +189,7 @@ def _certify_direction(
     """Lower and upper bound on δ in the pilot's direction, and how many draws that took."""
     mixture = piloted.mixture
     if mixture is None or not count:
-        return 0.0, 1.0, 0
+        return 0.0, sampling_free(pair, piloted.direction, epsilon), 0
     counts = [max(1, round(count * share)) for share in mixture.shares]
     total = sum(counts)
     shares = np.array(counts) / total
@@ -343,4 +349,4 @@ def _most(
         log_bound(each, pair, direction, epsilon, float(z)) - math.log(share)
         for each, z, share in zip(proposals, log_constants, shares, strict=True)
     ]
-    return math.exp(min(700.0, min(logs)))
+    return math.exp(max(-690.0, min(700.0, min(logs))))  # not 0: bets are divided by it

@@ -83,7 +83,7 @@ def _best_power(workload: Workload, participation: Participation, bands: int, la
 
     def score(gamma: float) -> float:
         theta = series.binomial(gamma, lambda_, bands)
-        energy, _, _ = energy_of_inverse(theta, columns, n, n)
+        energy, _ = energy_of_inverse(theta, columns, n)
         return math.log(task.of_product(theta)[0]) + math.log(energy)
 
     return _minimise(score, 0.0, 1.0)

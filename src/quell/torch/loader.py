@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 from quell.errors import QuellError, require_count
 from quell.torch.run import Portion, TrainingRun
+from quell.torch.transfer import uploaded
 
 _KEPT = (
     "num_workers",
@@ -198,8 +199,8 @@ class IndexedAtOnce(Dataset[Any]):
         return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        return [tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors]
+        chosen = {device: uploaded(indices, device) for device in {tensor.device for tensor in self.tensors}}
+        return [tensor.index_select(0, chosen[tensor.device]) for tensor in self.tensors]
 
 
 class Collated:

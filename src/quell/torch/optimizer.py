@@ -133,7 +133,8 @@ class PrivateOptimizer(Optimizer):
         unfinished = self.run.unfinished
         unfinished.examples += examples
         if unfinished.sums is None:
-            unfinished.sums = sums
+            to_come = unfinished.received is not None and not unfinished.received.last
+            unfinished.sums = [total.clone() for total in sums] if to_come else sums  # lent until the next pass
         else:
             torch._foreach_add_(unfinished.sums, sums)
 

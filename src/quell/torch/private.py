@@ -20,6 +20,7 @@ from quell.torch.checks import (
 from quell.torch.clipping import require_clip_norm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
+from quell.torch.engine.graphs import record_passes
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.loader import PlannedLoader
@@ -48,6 +49,7 @@ def make_private(
     micro_batch: int = 32,
     rows_per_example: int = 1,
     fixed_shape: bool | None = None,
+    cuda_graphs: bool = False,
     key: Key | str | Path | None = None,
     seed: int | None = None,
     ledger: str | Path | None = None,
@@ -69,6 +71,10 @@ def make_private(
 
     `fixed_shape`: batches of random size are filled up to one size with rows of zeros, which count for nobody, so that
     kernels, compiled code and memory see one shape. By default where it pays: on GPUs, for a TensorDataset.
+
+    `cuda_graphs` records the model's passes and the clipping after a few steps and replays them, for models whose step
+    is bound by Python rather than by the GPU. It needs batches of one shape; whatever Python decides in the model is
+    decided once. Passes that cannot be recorded run as usual, with a warning.
 
     `physical_batch_size` splits batches that do not fit into memory; call `optimizer.step()` for each part.
 
@@ -101,6 +107,8 @@ def make_private(
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
     if clipping == "microbatch" and (fixed_shape or rows_per_example != 1):
         raise QuellError("rows_per_example and fixed_shape need clipping='layers': leave them out")
+    if cuda_graphs and clipping == "microbatch":
+        raise QuellError("cuda_graphs needs clipping='layers': leave it out")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
     refuse_wrong_arguments(optimizer, data, plan)
@@ -126,7 +134,9 @@ def make_private(
             copy_from_first_rank([*model.parameters(), *model.buffers()])
         engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, rows_per_example, sharded)
         engine.present = run.present
-    run.guard = Probe(model, params)
+        run.guard = probe = Probe(model, params)
+        if cuda_graphs and isinstance(engine, LayerEngine):
+            record_passes(engine, model, lambda: probe.watching)
     model._quell_private = True
     return model, PrivateOptimizer(optimizer, run, engine), loader
 

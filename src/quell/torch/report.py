@@ -48,9 +48,11 @@ class PrivacyReport:
     versions: dict[str, str]
 
     def json(self) -> str:
+        """The report as a JSON object with one key per attribute."""
         return json.dumps(asdict(self), indent=2)
 
     def markdown(self) -> str:
+        """The report as a page for people, ready to be kept with the model."""
         return statement.report_markdown(self)
 
     def __str__(self) -> str:
