@@ -137,8 +137,8 @@ def names_of(task: Task) -> list[str]:
 @cache
 def plan_of(batch: int) -> Plan:
     # Cyclic batches of data that they divide all have the same size, which is what the other loops are given.
-    examples = batch * STEPS_PER_EPOCH
-    run = Run.from_data(examples, batch, EPOCHS, epsilon=8.0, delta=1e-5, momentum=0.9, sampling="cyclic")
+    promised = {"epsilon": 8.0, "delta": 1e-5, "momentum": 0.9, "sampling": "cyclic"}
+    run = Run.from_data(examples=batch * STEPS_PER_EPOCH, batch_size=batch, epochs=EPOCHS, **promised)
     return Plan(run, (Prices(run).price("lambda_cgd", **{"lambda": 0.9}),), 0)
 
 

@@ -14,6 +14,7 @@ import pytest
 import quell
 from quell.errors import QuellError
 from quell.planning import Prices, file, planner, prices
+from quell.show import words
 
 SETUP = {"examples": 2000, "batch_size": 100, "epochs": 4, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
 
@@ -282,8 +283,8 @@ def test_a_missing_value_is_named():
 
 
 def test_a_meaningless_delta_is_pointed_out():
-    assert "publishing a whole example" in quell.Run.from_data(**{**SETUP, "delta": 0.01}).notes[0]
-    assert quell.Run.from_data(**SETUP).notes == ()
+    assert "publishing a whole example" in words.notes(quell.Run.from_data(**{**SETUP, "delta": 0.01}))[0]
+    assert words.notes(quell.Run.from_data(**SETUP)) == []
 
 
 def test_a_mechanism_that_cannot_be_priced_does_not_stop_the_others(monkeypatch):
@@ -346,7 +347,7 @@ def test_saved_plans_can_be_read_by_colleagues_and_leave_no_litter(plan, saved):
 
 
 def test_left_over_examples_are_pointed_out():
-    notes = quell.Run.from_data(**{**SETUP, "batch_size": 300}).notes
+    notes = words.notes(quell.Run.from_data(**{**SETUP, "batch_size": 300}))
     assert "do not divide into batches of 300" in notes[0]
 
 

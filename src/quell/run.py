@@ -77,7 +77,13 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Limits:
-    """What noise may cost: model-sized vectors kept (None: no limit), noise vectors per step, and time."""
+    """What noise may cost.
+
+    Args:
+        memory: Most model-sized vectors kept between steps; None for no limit.
+        draws: Most noise vectors generated per step.
+        time_limit: How long noise may take (`quell.costs.TimeLimit.of_share`); None for no limit.
+    """
 
     memory: float | None = 4.0
     draws: int = 16
@@ -99,6 +105,7 @@ class Limits:
 
     @property
     def buffers(self) -> float:
+        """The limit on memory as a number."""
         return math.inf if self.memory is None else self.memory
 
     def fits(self, noise: Noise) -> bool:
@@ -290,14 +297,17 @@ class Run:
 
     @property
     def steps(self) -> int:
+        """Optimizer steps of the run."""
         return self.participation.steps
 
     @property
     def epsilon(self) -> float:
+        """ε of the promise."""
         return self.promise.epsilon
 
     @property
     def delta(self) -> float:
+        """δ of the promise."""
         return self.promise.delta
 
     @property
@@ -307,6 +317,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch."""
         return self.steps // self.epochs
 
     @property
@@ -316,20 +327,5 @@ class Run:
 
     @cached_property
     def workload(self) -> workload.Workload:
+        """The workload A: what the optimizer does with the gradients of the run."""
         return self.optimizer.workload(self.steps)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Warnings about the run, in words."""
-        found = []
-        if self.examples is not None and self.delta * self.examples > 1:
-            found.append(
-                f"delta={self.delta:g} is above 1/examples={1 / self.examples:.2g}: "
-                "such a guarantee would allow publishing a whole example"
-            )
-        if self.examples is not None and self.batch_size and (left := self.examples % self.batch_size):
-            found.append(
-                f"{self.examples:,} examples do not divide into batches of {self.batch_size:,}: an epoch has "
-                f"{self.steps_per_epoch:,} steps, and the {left:,} left over make some batches larger"
-            )
-        return tuple(found)

@@ -22,7 +22,6 @@ from quell.planning.prices import Prices
 from quell.planning.search import Progress, pareto, search
 from quell.privacy.accountant import round_up
 from quell.run import Run
-from quell.show import words
 from quell.strategy import FAMILIES
 from quell.strategy.family import HORIZON
 
@@ -31,13 +30,13 @@ from quell.strategy.family import HORIZON
 class Change:
     """A change of the run, the mechanism it would get, and its error relative to the plan's.
 
-    `longer` says that the changed run sees examples more often, so that errors are compared per example seen.
+    `what` is "memory" (as much as the mechanism needs), or "epochs" or "batch_size" (twice as many), for which errors
+    are compared per example seen.
     """
 
     what: str
     mechanism: Mechanism
     ratio: float
-    longer: bool
 
 
 @dataclass(frozen=True)
@@ -83,22 +82,21 @@ def changes(plan: Plan) -> Iterator[Change]:
     for mechanism in pareto(plan.alternatives, objective):
         if mechanism.buffers > run.limits.buffers and mechanism.score(objective) < 0.97 * chosen.score(objective):
             ratio = mechanism.score(objective) / chosen.score(objective)
-            yield Change(f"Memory for {words.copies(mechanism.buffers)}", mechanism, ratio, longer=False)
+            yield Change("memory", mechanism, ratio)
             break
     if run.user_level or run.examples is None or run.batch_size is None:
         return
-    longer, larger = {"epochs": 2 * run.epochs}, {"batch_size": 2 * run.batch_size}
-    for what, options in (("Twice the epochs", longer), ("Batches twice as large", larger)):
-        if isinstance(run.optimizer.learning_rates, tuple) or options.get("batch_size", 0) > run.examples:
+    for what, twice in (("epochs", 2 * run.epochs), ("batch_size", 2 * run.batch_size)):
+        if isinstance(run.optimizer.learning_rates, tuple) or (what == "batch_size" and twice > run.examples):
             continue
         try:
             with threadpool_limits(1):
-                other = run.changed(sampling=chosen.sampling, **options)
+                other = run.changed(sampling=chosen.sampling, **{what: twice})
                 found = _same_kind(chosen, Prices(other), run.participation.separation)
         except QuellError:  # the mechanism does not go with that
             continue
         seen = other.epochs / run.epochs
-        yield Change(what, found, found.score(objective) / seen / chosen.score(objective), longer=True)
+        yield Change(what, found, found.score(objective) / seen / chosen.score(objective))
 
 
 def _same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:

@@ -1,13 +1,10 @@
 """δ of a pair by importance sampling: a pilot chooses how to draw, then a certificate is made from fresh draws.
 
-The *pilot* spends a few thousand draws on every candidate proposal. It estimates δ and chooses the mixture of proposals
-and the number of draws. The *certificate* draws from a stream that the pilot never touches, so what was chosen is
-independent of what it is applied to (Proof 6 in docs/proofs.md). Its upper bound (`quell.privacy.confidence`) uses the
-weight bound of the mixture (`quell.privacy.tilting`). For proposals with extras it first bounds their constants Z from
-above, with a tenth of the failure probability.
-
-Every chunk of draws has its own numbered generator, so results do not depend on the number of threads, and differ
-between machines by rounding only.
+The *pilot* estimates δ by a few thousand draws from every candidate proposal, and chooses a mixture of them and the
+number of draws. The *certificate* draws from a stream that the pilot never touches, so what was chosen is independent
+of what it is applied to (Proof 6 in docs/proofs.md). For proposals with extras it first bounds their constants Z.
+Every chunk of draws has its own numbered generator: results do not depend on the number of threads, and differ between
+machines by rounding only.
 """
 
 from __future__ import annotations

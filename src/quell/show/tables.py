@@ -80,8 +80,8 @@ def print_plan(plan: Plan, answers: Answers, console: Console) -> None:
     console.print(words.describe_run(plan.run), highlight=False)
     console.print(mechanism_table(plan.alternatives, answers.dpsgd.rmse, plan, console.width))
     console.print("\n".join(words.explanation(plan, answers)), highlight=False)
-    for note in plan.run.notes:
-        console.print(f"Note: {note}.", style="yellow", highlight=False)
+    for note in words.notes(plan.run):
+        console.print(f"Note: {note}", style="yellow", highlight=False)
 
 
 def plan_text(plan: Plan, answers: Answers) -> str:

@@ -37,6 +37,7 @@ _COLUMNS = {
     "mem": "mem: model-sized vectors kept.",
     "draws": "draws: noise vectors made per step.",
 }
+_CHANGES = {"epochs": "Twice the epochs", "batch_size": "Batches twice as large"}
 _NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
 _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -174,6 +175,22 @@ def describe_run(run: Run) -> str:
     )
 
 
+def notes(run: Run) -> list[str]:
+    """Warnings about a run."""
+    found = []
+    if run.examples is not None and run.delta * run.examples > 1:
+        found.append(
+            f"δ = {number(run.delta)} is above 1/examples = {1 / run.examples:.2g}: such a guarantee would allow "
+            "publishing a whole example."
+        )
+    if run.examples is not None and run.batch_size and (left := run.examples % run.batch_size):
+        found.append(
+            f"{run.examples:,} examples do not divide into batches of {run.batch_size:,}: an epoch has "
+            f"{run.steps_per_epoch:,} steps, and the {left:,} left over make some batches larger."
+        )
+    return found
+
+
 def recommendation(plan: Plan, answers: Answers) -> str:
     """What to use, and what you gain by it."""
     chosen = plan.mechanism
@@ -225,9 +242,10 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
     )
     for change in answers.changes:
         if abs(1 - change.ratio) >= 0.005:
+            more = _CHANGES.get(change.what) or f"Memory for {copies(change.mechanism.buffers)}"
             lines.append(
-                f"{change.what} would {'lower' if change.ratio < 1 else 'raise'} the error"
-                f"{' per example seen' if change.longer else ''} by {abs(1 - change.ratio):.0%} "
+                f"{more} would {'lower' if change.ratio < 1 else 'raise'} the error"
+                f"{'' if change.what == 'memory' else ' per example seen'} by {abs(1 - change.ratio):.0%} "
                 f"({label(change.mechanism)}, {change.mechanism.sampling} sampling)."
             )
     ratio = chosen.rmse / answers.lower_bound

@@ -37,7 +37,7 @@ def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief:
         "setup": words.describe_run(plan.run),
         "recommendation": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
         "legend": words.legend(shown, objective=plan.run.objective),
-        "notes": [f"{note}." for note in plan.run.notes],
+        "notes": words.notes(plan.run),
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan).items()],
         "steps": plan.run.steps,
         "lower_bound": answers.lower_bound,
