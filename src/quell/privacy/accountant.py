@@ -80,7 +80,7 @@ class Accountant(ABC):
         if epsilon > 300 or delta < 1e-100:
             raise QuellError(
                 f"epsilon={epsilon:g}, delta={delta:g} is out of reach of amplified accounting (epsilon up to 300, "
-                "delta from 1e-100): use fixed batches"
+                "delta from 1e-100): use cyclic sampling"
             )
 
     def safe_sigma(self, epsilon: float, delta: float) -> float:

@@ -152,7 +152,7 @@ def negative_slack(strategy: Strategy, participations: int) -> float:
     if worst < -_NEGATIVE * size:
         raise QuellError(
             f"{strategy!r} has negative entries in C (down to {worst:.3g}), and this sampling scheme can only be "
-            "priced for C >= 0: use fixed batches, or another strategy"
+            "priced for C >= 0: use cyclic sampling, or another strategy"
         )
     return participations * below
 
