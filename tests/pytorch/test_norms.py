@@ -261,7 +261,7 @@ def test_convolutions_are_measured_a_few_examples_at_a_time(monkeypatch, channel
     piece, weights = Patches(g, x, unfold, width=9 * channels, groups=1), torch.rand(7)
     norms, total = piece.norms(), piece.sum(weights)
     assert asked == [7, 7]
-    monkeypatch.setattr(pieces, "_MOST_NUMBERS", 2 * 9 * channels * 25)
+    monkeypatch.setattr(pieces, "_IN_CACHE", 2 * 9 * channels * 25)
     asked.clear()
     torch.testing.assert_close(piece.norms(), norms)
     torch.testing.assert_close(piece.sum(weights), total)

@@ -21,8 +21,10 @@ from quell.torch.clipping import row_norms
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import gram_norms, token_norms
 
-_MOST_NUMBERS = 1 << 26  # that a chunk of per-unit gradients or unfolded images may have, and no more than its layer
-_FEW_NUMBERS = 1 << 25  # for which no chunk is made smaller
+# Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but not too few for a
+# launch to be worth it; on a CPU what stays in its cache.
+_MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 1 << 25
+_IN_CACHE = 1 << 19
 
 _ROOM = 1 << 24  # numbers that a CPU may keep in any case, because making gradients of convolutions twice is slow there
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
@@ -167,7 +169,9 @@ class Patches:
         """A few units at a time, each group of channels as a unit of its own."""
         unfolded = self.g[:1, :, 0].numel() * self.width
         weight = self.g.shape[2] * self.width // self.groups
-        most = min(_MOST_NUMBERS, max(_FEW_NUMBERS, self.g.numel() + self.x.numel()))
+        most = _IN_CACHE
+        if self.g.is_cuda:
+            most = min(_MOST_NUMBERS, max(_FEW_NUMBERS, self.g.numel() + self.x.numel()))
         count = max(1, most // max(unfolded, weight))
         for g, x in zip(self.g.split(count), self.x.split(count), strict=True):
             yield _as_outer(g, self.unfold(x.flatten(0, 1)), self.groups)
