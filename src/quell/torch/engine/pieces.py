@@ -21,8 +21,8 @@ from quell.torch.clipping import row_norms
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import gram_norms, token_norms
 
-# Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but not too few for a
-# launch to be worth it; on a CPU what stays in its cache.
+# Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but enough to be
+# worth a launch; on a CPU what stays in its cache.
 _MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 1 << 25
 _IN_CACHE = 1 << 19
 
