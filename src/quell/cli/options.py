@@ -70,6 +70,14 @@ def prices_of(given: dict[str, Any]) -> Prices:
     return Prices(Run.from_steps(learning_rates=given["schedule"], **{name: given[name] for name in names}))
 
 
+def data_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Run.from_data` that were given; `given` as in `prices_of`."""
+    run = ("examples", "batch_size", "epochs", "epsilon", "delta", "sampling", "separation", "participations")
+    rest = ("momentum", "weight_decay", "adaptive", "draws", "objective")
+    found = {name: given[name] for name in (*run, *rest) if given.get(name) is not None}
+    return found | {"learning_rates": given["schedule"], "memory": memory_of(given["memory"], given["parameters"])}
+
+
 def values_of(given: dict[str, Any]) -> dict[str, list[Parameter]]:
     """The values given for each parameter of a mechanism, one or those of a sweep; `given` as in `prices_of`."""
     options = {"lambda": "lambda_"} | {name: name for name in ("bands", "gamma", "buffers", HORIZON, DIVERGENCE)}

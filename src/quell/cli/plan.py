@@ -59,28 +59,17 @@ def plan(
             "plan it with --batch-size and --epochs"
         )
     require_folders([save, plot, html])
-    known: dict[str, Any] = {
-        "examples": examples,
-        "epsilon": epsilon,
-        "delta": delta,
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "learning_rates": schedule,
-        "memory": options.memory_of(memory, parameters),
-        "draws": draws,
+    known = options.data_of(locals()) | {
         "sampling": _sampling(sampling, fast),
         "objective": objective or ("training" if target_rmse is None else "rmse"),
-        "adaptive": adaptive,
         "time_limit": _time_limit(noise_share, step_seconds, parameters, device),
-        "separation": separation,
-        "participations": participations,
     }
     if steps is not None:
         _show_choices(steps, known, as_json)
         return
     if batch_size is None or epochs is None:
         raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
-    run = Run.from_data(batch_size=batch_size, epochs=epochs, **known)
+    run = Run.from_data(**known)
     with terminal.progress() as advance:
         chosen = make_plan(run, advance) if target_rmse is None else plan_for_rmse(run, target_rmse, advance)
         if save is not None:

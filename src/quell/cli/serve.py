@@ -28,19 +28,4 @@ def serve(
     """Show plans live in a browser, with sliders, on this machine only."""
     from quell.serve import server
 
-    run = Run.from_data(
-        examples=examples,
-        batch_size=batch_size,
-        epochs=epochs,
-        epsilon=epsilon,
-        delta=delta,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        learning_rates=schedule,
-        memory=options.memory_of(memory, parameters),
-        draws=draws,
-        sampling=sampling,
-        objective=objective,
-        adaptive=adaptive,
-    )
-    server.serve(run, port, terminal.say)
+    server.serve(Run.from_data(**options.data_of(locals())), port, terminal.say)
