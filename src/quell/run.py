@@ -250,8 +250,13 @@ class Run:
         steps, epochs = require_count("steps", steps), require_count("epochs", epochs)
         if epochs > steps:
             raise QuellError(f"epochs={epochs} do not fit into {steps} steps: an epoch needs at least one step")
-        pattern = Participation(steps, steps // epochs if separation is None else separation)
-        allowed = named(sampling)
+        allowed, longest = named(sampling), steps // epochs
+        pattern = Participation(steps, longest if separation is None else separation)
+        if pattern.count < epochs or (pattern.separation > longest and any(kind is not FIXED for kind in allowed)):
+            raise QuellError(
+                f"separation={pattern.separation} is too long for {epochs} epochs in {steps} steps, which leave "
+                f"{longest} steps for each: leave separation out, or make it smaller"
+            )
         return cls(pattern, epochs, Promise(epsilon, delta), Optimizer(**optimizer), allowed, objective)
 
     def changed(self, **changes: Any) -> Run:
@@ -276,10 +281,13 @@ class Run:
             "objective": self.objective,
         }
         if self.examples is None:
-            return {"steps": self.steps, "separation": self.participation.separation, **given}
+            usual = self.participation.separation == self.steps // self.epochs  # then it follows the epochs
+            return {"steps": self.steps, "separation": None if usual else self.participation.separation, **given}
         given |= {"examples": self.examples, "batch_size": self.batch_size, **vars(self.limits)}
         if self.user_level:
-            given |= {"separation": self.participation.separation, "participations": self.participation.count}
+            uncapped = Participation(self.steps, self.participation.separation).count
+            count = None if self.participation.count == uncapped else self.participation.count
+            given |= {"separation": self.participation.separation, "participations": count}
         return given
 
     def as_dict(self) -> dict[str, Any]:
@@ -291,8 +299,8 @@ class Run:
         limits = {} if self.examples is None else {"limits": asdict(self.limits)}
         for name in ("epsilon", "delta", *vars(self.limits)):
             asked.pop(name, None)
-        if self.examples is None:
-            asked["participations"] = self.participation.count
+        if self.examples is None or self.user_level:
+            asked |= {"separation": self.participation.separation, "participations": self.participation.count}
         return {**asked, "promise": promise, "optimizer": optimizer, **limits}
 
     @property

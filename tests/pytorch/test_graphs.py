@@ -29,7 +29,7 @@ class ByHand(graphs.Recording):
     """Replays by running again."""
 
     def __init__(self, engine, forward, leaves, structure):
-        self.engine, self.forward = engine, forward
+        self.engine, self._usual, self._replays, self.forward = engine, forward, 0, forward
         self._inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         self._anchor = next(iter(engine.params.values()))
         self.args, self.kwargs = torch.utils._pytree.tree_unflatten(self._inputs, structure)
@@ -72,7 +72,7 @@ def replays(monkeypatch):
         monkeypatch.setattr(graphs, "_DEVICE", "cpu")
         monkeypatch.setattr(graphs, "Recording", ByHand)
     run = graphs.Recording.run
-    monkeypatch.setattr(graphs.Recording, "run", lambda self, leaves: (made.append(self), run(self, leaves))[1])
+    monkeypatch.setattr(graphs.Recording, "run", lambda self, *given: (made.append(self), run(self, *given))[1])
     return made
 
 
@@ -298,6 +298,92 @@ def test_a_recording_that_fails_once_is_tried_again(replays, monkeypatch):
     monkeypatch.setattr(graphs.Recording, "__init__", fail_first)
     same(both(small_plan()))
     assert len(replays) == 4
+
+
+class Told(nn.Module):
+    """Reads what the loop has told it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.told = network(), None
+
+    def forward(self, x):
+        return self.layers(x + self.told)
+
+
+def test_a_model_that_reads_more_than_its_arguments_is_not_replayed(replays, monkeypatch):
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                model.told = x.mean(1, keepdim=True)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    if DEVICE == "cpu":  # the stand-in remembers what it was told, as a graph does
+        make, again = ByHand.__init__, ByHand.replay_forward
+
+        def remember(self, engine, forward, *rest):
+            self.told = forward.__self__.told
+            make(self, engine, forward, *rest)
+
+        def recall(self):
+            now, self.forward.__self__.told = self.forward.__self__.told, self.told
+            made = again(self)
+            self.forward.__self__.told = now
+            return made
+
+        monkeypatch.setattr(ByHand, "__init__", remember)
+        monkeypatch.setattr(ByHand, "replay_forward", recall)
+    with pytest.warns(graphs.NotRecordedWarning, match="differs from a pass that runs as usual"):
+        same(both(small_plan(), loop, make=Told))
+    assert len(replays) == 2
+
+
+def test_objects_among_the_arguments_are_not_recorded(replays):
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = network()
+
+        def forward(self, batch):
+            return self.layers(batch.x)
+
+    class Batch:
+        pass
+
+    batch = Batch()
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                batch.x = x
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch), y).backward()
+                optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(both(small_plan(), loop, make=Takes))
+    assert not replays
+
+
+def test_parts_under_opacus_batch_memory_manager_add_up(replays):
+    """Each part's sums are its own: a recording has one set of buffers."""
+    opacus = pytest.importorskip("opacus.utils.batch_memory_manager")
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            with opacus.BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as parts:
+                for x, y in parts:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+
+    same(both(without_noise(small_plan()), loop))
+    assert len(replays) >= 4
 
 
 def test_copies_run_as_usual_and_nothing_is_pickled(replays):

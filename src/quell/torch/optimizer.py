@@ -116,6 +116,8 @@ class PrivateOptimizer(Optimizer):
             if (skips and skips.pop(0)) or not self.run.settle():
                 return False
             self._warn_about_schedule()
+            if self.run.step == self.run.noise.steps - 1:
+                self._engine.require_bounded()  # no later step will look at this sum
             self.add_noise()
             self.scale_grad()
             if self.step_hook is not None:
@@ -133,8 +135,7 @@ class PrivateOptimizer(Optimizer):
         unfinished = self.run.unfinished
         unfinished.examples += examples
         if unfinished.sums is None:
-            to_come = unfinished.received is not None and not unfinished.received.last
-            unfinished.sums = [total.clone() for total in sums] if to_come else sums  # lent until the next pass
+            unfinished.sums = sums
         else:
             torch._foreach_add_(unfinished.sums, sums)
 

@@ -40,10 +40,7 @@ class Engine(ABC):
         return {"clipping": self.clipping, "loss_reduction": "mean" if self.mean_loss else "sum"}
 
     def collect(self) -> tuple[int, list[Tensor]]:
-        """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded.
-
-        The next forward and backward pass may overwrite them.
-        """
+        """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded."""
         self.flush()
         seen, sums = self._seen, self._sums
         self._seen, self._sums = 0, {}

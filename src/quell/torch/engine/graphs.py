@@ -6,8 +6,9 @@ one mode; anything else runs as usual. What Python decides inside of the model i
 loss, the noise and the optimizer's step are not part of it.
 
 A recording has one set of buffers, and what it makes is clipped by itself. So a loop that makes several passes with
-gradients in a step is not recorded. The outputs that a replay gives to the loop are copies, which it may keep. The
-clipped sums are not: the next replay overwrites them.
+gradients in a step is not recorded. What a replay hands out, outputs and clipped sums, are copies. The second replay
+is compared with a pass that runs as usual: a model that reads something else than its arguments, such as an attribute
+that the loop sets, would go on with what it read when it was recorded.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.clipping import norm_of
+from quell.torch.coupling import differ
 from quell.torch.engine.base import is_differentiable
 from quell.torch.engine.bounds import full_precision
+from quell.torch.random_states import own_states, set_own_states
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -38,6 +41,8 @@ _TRIES = 3  # after so many failed recordings of whatever kind there are no more
 _MOST = 2  # recordings that are kept, because each holds the memory of its passes
 
 
+_APART = {False: 1e-3, True: 5e-2}  # by which share of the largest number outputs may differ, also in half precision
+_PLAIN = (bool, int, float, str, type(None))
 _DEVICE = "cuda"
 
 
@@ -46,6 +51,10 @@ def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool
     if engine.sharded or any(parameter.device.type != _DEVICE for parameter in engine.params.values()):
         raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU: leave it out")
     model.forward = GraphedForward(engine, model, busy)
+
+
+class NotTheSame(Exception):
+    """A replay's outputs are not those of the model."""
 
 
 class NotRecordedWarning(UserWarning):
@@ -75,7 +84,10 @@ class GraphedForward:
                 leaves, structure = pytree.tree_flatten((args, kwargs))
                 recording = self._recording(engine, leaves, structure)
                 if recording is not None:
-                    return recording.run(leaves)
+                    try:
+                        return recording.run(leaves, structure)
+                    except NotTheSame:
+                        self._give_up("a replay differs from a pass that runs as usual, for other inputs")
         return self.forward(*args, **kwargs)
 
     def _recording(self, engine: LayerEngine, leaves: list[Any], structure: Any) -> Recording | None:
@@ -86,7 +98,7 @@ class GraphedForward:
         if kind in self._recordings:
             return self._recordings[kind]
         self._seen[kind] += 1
-        if self._seen[kind] <= _USUAL or not _lie_on(engine.device, leaves):
+        if self._seen[kind] <= _USUAL or not _recordable(leaves, engine.device):
             return None
         for other in [other for other in self._recordings if other[0] != where]:
             del self._recordings[other]  # the weights have moved
@@ -132,7 +144,7 @@ class Recording:
     """One forward pass, its backward pass and the clipping, for inputs like these."""
 
     def __init__(self, engine: LayerEngine, forward: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
-        self.engine = engine
+        self.engine, self._usual, self._replays = engine, forward, 0
         self._pool = torch.cuda.graph_pool_handle()
         self._inputs = [value.clone() if isinstance(value, Tensor) else value for value in leaves]
         self._present = torch.zeros((), dtype=torch.int64, device=engine.device)
@@ -157,15 +169,34 @@ class Recording:
             found = self._found()
             self._clip, (self.sums, self.norm, self.units) = self._recorded(lambda: self._clipped(found))
 
-    def run(self, leaves: list[Any]) -> Any:
+    def run(self, leaves: list[Any], structure: Any) -> Any:
         """The forward pass for these inputs."""
         torch._foreach_copy_(self._tensors, [value for value in leaves if isinstance(value, Tensor)])
-        self.engine.open = self
+        self._replays += 1
+        before = own_states() if self._replays == 2 else None
         made = _Replay.apply(self, self._anchor)
+        if before is not None:
+            self._compare(made, before, pytree.tree_unflatten(leaves, structure))
+        self.engine.open = self
         outputs = list(self._outputs)
         for place, value in zip(self._places, made, strict=True):
             outputs[place] = value
         return pytree.tree_unflatten(outputs, self._structure)
+
+    def _compare(self, made: Sequence[Tensor], before: Any, given: tuple[Any, Any]) -> None:
+        """Are these the outputs that the model makes of these inputs, with equal random numbers?"""
+        after = own_states()
+        set_own_states(before)
+        with torch.no_grad():
+            usual = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*given[0], **given[1])))
+        real = [value for value in usual if isinstance(value, Tensor)]
+        pairs = zip(made, real, strict=True)
+        if any(
+            a.is_floating_point() and bool(differ(a.detach(), b, _APART[a.element_size() < 4]).any()) for a, b in pairs
+        ):
+            set_own_states(before)
+            raise NotTheSame
+        set_own_states(after)
 
     def replay_forward(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Copies of the outputs, and those of them that have no gradient."""
@@ -258,12 +289,15 @@ def _memory_of(value: Tensor) -> Tensor:
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device, value.requires_grad
-    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
+    return value if isinstance(value, _PLAIN) else id(value)
 
 
-def _lie_on(device: torch.device, leaves: list[Any]) -> bool:
+def _recordable(leaves: list[Any], device: torch.device) -> bool:
+    """Whether inputs are tensors on the device and plain values: what else an object holds would be recorded with it."""
     tensors = [value for value in leaves if isinstance(value, Tensor)]
-    return all(value.device == device and not value.requires_grad for value in tensors)
+    others = [value for value in leaves if not isinstance(value, Tensor)]
+    lie_here = all(value.device == device and not value.requires_grad for value in tensors)
+    return lie_here and all(isinstance(value, _PLAIN) for value in others)
 
 
 @contextmanager

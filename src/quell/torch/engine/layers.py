@@ -239,7 +239,8 @@ class LayerEngine(Engine):
         for recording in replayed:
             examples = self.present(recording.units)
             recording.clip(examples)
-            self._take_sums(examples, recording.sums, recording.norm)
+            own = torch._foreach_mul(list(recording.sums.values()), 1.0)  # the next replay overwrites its sums
+            self._take_sums(examples, dict(zip(recording.sums, own, strict=True)), recording.norm)
         if self._seen and self._missing:
             raise QuellError(
                 f"no gradient came for {', '.join(sorted(self._missing))} in the first step, so it would get noise and "
