@@ -14,6 +14,7 @@ import pytest
 import quell
 from quell.errors import QuellError
 from quell.planning import Prices, file, planner, prices
+from quell.run import Run
 from quell.show import words
 
 SETUP = {"examples": 2000, "batch_size": 100, "epochs": 4, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
@@ -518,3 +519,22 @@ def test_erratic_schedules_are_planned(shape, momentum, tmp_path):
 def test_learning_rates_of_no_effect_are_refused():
     with pytest.raises(QuellError, match="learning rate 1e-31 at step 3 is less than 1e-30 of the largest, 2: "):
         quell.plan(**SETUP, learning_rates=[2.0] * 3 + [1e-31] + [2.0] * 76)
+
+
+def test_a_changed_run_has_no_cap_that_nobody_gave():
+    """Twelve uses in three epochs are all that fit: more epochs make more of them."""
+    per_user = Run.from_data(**{**SETUP, "epochs": 3}, separation=5)
+    assert per_user.changed(epochs=12).participation.count == 4 * per_user.participation.count
+    capped = Run.from_data(**{**SETUP, "epochs": 3}, separation=5, participations=4)
+    assert capped.changed(epochs=12).participation.count == 4
+    by_steps = Run.from_steps(steps=100, epochs=2, epsilon=2.0, delta=1e-5)
+    assert by_steps.changed(epochs=4) == Run.from_steps(steps=100, epochs=4, epsilon=2.0, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    "claim", [{"epochs": 2, "separation": 99, "sampling": "poisson"}, {"epochs": 4, "separation": 50}]
+)
+def test_a_separation_that_the_epochs_leave_no_room_for_is_refused(claim):
+    """Poisson sampling was priced at 1/separation: at one epoch instead of two."""
+    with pytest.raises(QuellError, match="too long for"):
+        Run.from_steps(steps=100, epsilon=2.0, delta=1e-5, **claim)

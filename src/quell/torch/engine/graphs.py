@@ -53,7 +53,7 @@ def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool
     model.forward = GraphedForward(engine, model, busy)
 
 
-class NotTheSame(Exception):
+class StaleReplayError(Exception):
     """A replay's outputs are not those of the model."""
 
 
@@ -86,7 +86,7 @@ class GraphedForward:
                 if recording is not None:
                     try:
                         return recording.run(leaves, structure)
-                    except NotTheSame:
+                    except StaleReplayError:
                         self._give_up("a replay differs from a pass that runs as usual, for other inputs")
         return self.forward(*args, **kwargs)
 
@@ -195,7 +195,7 @@ class Recording:
             a.is_floating_point() and bool(differ(a.detach(), b, _APART[a.element_size() < 4]).any()) for a, b in pairs
         ):
             set_own_states(before)
-            raise NotTheSame
+            raise StaleReplayError
         set_own_states(after)
 
     def replay_forward(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -293,7 +293,7 @@ def _described(value: Any) -> Any:
 
 
 def _recordable(leaves: list[Any], device: torch.device) -> bool:
-    """Whether inputs are tensors on the device and plain values: what else an object holds would be recorded with it."""
+    """Whether inputs are tensors on the device and plain values: what another object holds would be recorded too."""
     tensors = [value for value in leaves if isinstance(value, Tensor)]
     others = [value for value in leaves if not isinstance(value, Tensor)]
     lie_here = all(value.device == device and not value.requires_grad for value in tensors)
