@@ -210,6 +210,9 @@ def test_help_shows_examples_and_every_command():
         (["verify", "/nowhere/plan.json"], "cannot read the plan"),
         ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png: there is no folder"),
         ([*PLAN, "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
+        ([*PLAN, "--save", "/tmp"], "cannot write /tmp: it is a folder"),
+        ([*PLAN, "--plot", "x.foo"], "use a name ending in .png, .svg or .pdf"),
+        (["compare", "bisr", "--bands", "2,4", *RUN, "--plot", "x"], "use a name ending in .png, .svg or .pdf"),
     ],
 )
 def test_bad_requests_are_named(arguments, message):

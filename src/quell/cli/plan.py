@@ -9,12 +9,12 @@ from quell.cli import options, terminal
 from quell.cli.options import GOALS, goal, limit, output, the_run, user
 from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
-from quell.files import require_folders
+from quell.files import require_writable
 from quell.planning import make_plan
 from quell.planning.questions import choices_for_steps, plan_for_rmse
 from quell.run import Run
 from quell.schemes import BEST, FIXED, named
-from quell.show import tables, words
+from quell.show import plots, tables, words
 
 _DEVICES = f"{', '.join(DEVICES)}, or measured"
 
@@ -58,7 +58,9 @@ def plan(
             f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
             "plan it with --batch-size and --epochs"
         )
-    require_folders([save, plot, html])
+    require_writable([save, plot, html])
+    if plot is not None:
+        plots.require_picture(plot)
     known = options.data_of(locals()) | {
         "sampling": _sampling(sampling, fast),
         "objective": objective or ("training" if target_rmse is None else "rmse"),
