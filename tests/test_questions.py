@@ -78,6 +78,19 @@ def test_changes_are_no_more_than_a_new_plan_would_say():
     assert longer.mechanism.rmse <= change.mechanism.rmse * (1 + 1e-9)  # a new plan may find better still
 
 
+def test_a_loaded_plan_names_no_best_among_mechanisms_that_its_file_does_not_hold(tmp_path):
+    plan = quell.plan(examples=200, batch_size=20, epochs=2, epsilon=8, delta=1e-3, memory=0, draws=1)
+    assert plan.estimates
+    assert "Best without extra memory" in plan.explain()
+    plan.save(tmp_path / "plan.json")
+    loaded = quell.Plan.load(tmp_path / "plan.json")
+    assert "Best with" not in loaded.explain()
+    assert "Use " in loaded.explain()
+    fixed = quell.plan(**SMALL, sampling="cyclic", memory=0, draws=1)  # its file holds every mechanism
+    fixed.save(tmp_path / "plan.json")
+    assert quell.Plan.load(tmp_path / "plan.json").explain() == fixed.explain()
+
+
 def test_privacy_per_user_counts_the_users_own_pattern(tmp_path):
     """A user takes part at most three times, at least ten steps apart: the noise follows from that alone."""
     plan = quell.plan(**{**SMALL, "examples": 200, "epochs": 5}, separation=5, participations=3, draws=2, memory=1)

@@ -47,9 +47,9 @@ class Answers:
     dpsgd_is_estimated: bool  # without amplification estimates are exact
     equivalent_epsilon: float  # the ε that DP-SGD would need for the recommended mechanism's RMSE
     lower_bound: float
-    frontier: tuple[
-        Mechanism, ...
-    ]  # the best for each amount of memory, by the plan's objective, within the other limits
+    # The best for each amount of memory, by the plan's objective, within the other limits; empty where that is not
+    # known, because a plan file does not hold the estimates that the plan was chosen from.
+    frontier: tuple[Mechanism, ...]
     rmse_frontier: tuple[Mechanism, ...]  # of all alternatives, by RMSE
     changes: tuple[Change, ...]
 
@@ -64,12 +64,14 @@ def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> 
     """
     prices = prices or plan.prices
     any_memory = replace(plan.run.limits, memory=None)
+    complete = bool(plan.estimates) or not any(scheme.amplifies for scheme in plan.run.schemes)
+    compared = [each for each in plan.alternatives if complete and any_memory.fits(each)]
     return Answers(
         prices.dpsgd,
         prices.dpsgd.scheme.amplifies,
         prices.equivalent_epsilon(plan.mechanism),
         plan.lower_bound,
-        tuple(pareto([each for each in plan.alternatives if any_memory.fits(each)], plan.run.objective)),
+        tuple(pareto(compared, plan.run.objective)),
         tuple(pareto(plan.alternatives, "rmse")),
         tuple(changes(plan)) if thorough else (),
     )

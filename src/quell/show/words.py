@@ -233,13 +233,14 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
             f"The leaders are within estimation error of each other ({label(first)} is estimated to be "
             f"{1 - first.score(objective) / chosen.score(objective):.1%} better); this one was certified."
         )
-    lines.append(
-        " ".join(
-            f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
-            f"({ERRORS[objective]} {each.score(objective):.4g})."
-            for each in answers.frontier
+    if answers.frontier:
+        lines.append(
+            " ".join(
+                f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
+                f"({ERRORS[objective]} {each.score(objective):.4g})."
+                for each in answers.frontier
+            )
         )
-    )
     for change in answers.changes:
         if abs(1 - change.ratio) >= 0.005:
             more = _CHANGES.get(change.what) or f"Memory for {copies(change.mechanism.buffers)}"
