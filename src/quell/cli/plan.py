@@ -36,7 +36,7 @@ def plan(
     parameters: options.ModelSize = None,
     noise_share: Annotated[float | None, limit("Largest share of a step's time for noise: 0.03 is 3%.")] = None,
     step_seconds: Annotated[float | None, limit("How long a step takes without noise, for --noise-share.")] = None,
-    device: Annotated[str, limit(f"Hardware whose noise-generation speed to assume: {_DEVICES}.")] = "h200",
+    device: Annotated[str | None, limit(f"Hardware to assume for --noise-share: {_DEVICES}. Default: h200.")] = None,
     sampling: options.Schemes = "best",
     fast: Annotated[bool, goal(f"Fixed batches (--sampling {FIXED.name}): an answer in seconds.", "--fast")] = False,
     separation: Annotated[int | None, user("Fewest steps between two participations of a user.")] = None,
@@ -95,7 +95,7 @@ def _show_choices(steps: int, known: dict[str, Any], as_json: bool) -> None:
         terminal.print_json([choice.as_dict() for choice in choices])
         return
     terminal.console.print(tables.choices_table(choices))
-    terminal.say(words.best_choice(min(choices, key=lambda choice: choice.noise_per_example)))
+    terminal.say(words.best_choice(min(choices, key=lambda choice: choice.error_per_example)))
 
 
 def _sampling(sampling: str, fast: bool) -> str:
@@ -109,12 +109,13 @@ def _sampling(sampling: str, fast: bool) -> str:
 
 
 def _time_limit(
-    share: float | None, step_seconds: float | None, parameters: int | None, device: str
+    share: float | None, step_seconds: float | None, parameters: int | None, device: str | None
 ) -> TimeLimit | None:
     if share is None:
-        if step_seconds is not None:
-            raise QuellError("--step-seconds is for --noise-share, the part of a step that noise may take: give both")
+        for name, given in (("--step-seconds", step_seconds), ("--device", device)):
+            if given is not None:
+                raise QuellError(f"{name} is for --noise-share, the part of a step that noise may take: give both")
         return None
     if step_seconds is None or parameters is None:
         raise QuellError("--noise-share needs --step-seconds and --parameters as well")
-    return TimeLimit.of_share(share, step_seconds, parameters, device)
+    return TimeLimit.of_share(share, step_seconds, parameters, device or "h200")

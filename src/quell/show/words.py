@@ -102,7 +102,8 @@ def legend(
     if any(each.get("column_normalise") for each in parameters):
         shown.append("*: columns of C scaled to norm 1.")
     if objective is not None:
-        shown.append(f"The plan minimises {_COLUMN_OF[objective]}.")
+        column = _COLUMN_OF[objective]
+        shown.append(f"The plan minimises {column if column in columns else f'the {ERRORS[objective]}'}.")
     families = [each for each in dict.fromkeys(m.family for m in mechanisms) if each is not INDEPENDENT]
     named = [f"{family.name} is {family.paper}" for family in families if family.paper]
     return " ".join([*shown, *([f"In papers {', '.join(named)}."] if named else [])])
