@@ -67,7 +67,7 @@ def _draw_memory(axes: Axes, content: dict[str, Any]) -> None:
     for row in [*best, content["baseline"]]:
         axes.annotate(row["label"], (row["buffers"], row["rmse"]), (4, 5), textcoords="offset points", fontsize="small")
     axes.axhline(content["lower_bound"], color=_PURPLE, linestyle="-.", label="best possible without amplification")
-    axes.set(title="Error against memory", xlabel="model-sized buffers", ylabel="RMSE", yscale="log")
+    axes.set(title="Error by memory", xlabel="model-sized buffers", ylabel="RMSE", yscale="log")
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(-0.3, 10 * max(1, *(row["buffers"] for row in rows)))
 

@@ -121,14 +121,18 @@ def level(epsilon: float, delta: float) -> str:
     return f"({at_least(epsilon)}, {number(delta)})-DP"
 
 
+def method(guarantee: Guarantee) -> str:
+    """The kind of accounting that the promise rests on."""
+    return "Monte-Carlo accounting" if guarantee.failure_probability else guarantee.method
+
+
 def proof(guarantee: Guarantee) -> str:
     """How the promise is known."""
     if guarantee.failure_probability:
         return (
-            f"Certified by Monte-Carlo accounting ({guarantee.draws:,} draws, "
-            f"{failure(guarantee.failure_probability)})."
+            f"Certified by {method(guarantee)} ({guarantee.draws:,} draws, {failure(guarantee.failure_probability)})."
         )
-    return f"Certified by the {guarantee.method} (sensitivity: {guarantee.sensitivity.kind})."
+    return f"Certified by the {method(guarantee)} (sensitivity: {guarantee.sensitivity.kind})."
 
 
 def failure(probability: float) -> str:
@@ -185,9 +189,10 @@ def notes(run: Run) -> list[str]:
             "publishing a whole example."
         )
     if run.examples is not None and run.batch_size and (left := run.examples % run.batch_size):
+        rest = f"the {left:,} left over make" if left > 1 else "the one left over makes"
         found.append(
             f"{run.examples:,} examples do not divide into batches of {run.batch_size:,}: an epoch has "
-            f"{run.steps_per_epoch:,} steps, and the {left:,} left over make some batches larger."
+            f"{counted(run.steps_per_epoch, 'step')}, and {rest} some batches larger."
         )
     return found
 
