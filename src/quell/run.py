@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -247,6 +247,8 @@ class Run:
         >>> Run.from_steps(steps=781, epochs=10, epsilon=8, delta=1e-5).participation
         Participation(steps=781, separation=78, count=11)
         """
+        if unknown := sorted(set(optimizer) - {each.name for each in fields(Optimizer)}):
+            raise QuellError(f"a run from steps does not know {', '.join(unknown)}: see quell.Run.from_steps")
         steps, epochs = require_count("steps", steps), require_count("epochs", epochs)
         if epochs > steps:
             raise QuellError(f"epochs={epochs} do not fit into {steps} steps: an epoch needs at least one step")

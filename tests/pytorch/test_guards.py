@@ -310,6 +310,10 @@ def test_arguments_that_are_something_else(plan):
     for arguments, message in cases:
         with pytest.raises(QuellError, match=message):
             make_private(model, *arguments)
+    with pytest.raises(QuellError, match=r"model is a str: pass the torch\.nn\.Module"):
+        make_private("resnet", optimizer, examples(), plan)
+    with pytest.raises(QuellError, match="noise_memory=-1 must be"):
+        make_private(model, optimizer, examples(), plan, noise_memory=-1)
 
 
 def test_a_sampler_that_is_not_used_is_a_warning(plan):

@@ -10,7 +10,7 @@ import typer
 
 from quell.cli import options, terminal
 from quell.errors import QuellError
-from quell.files import require_folders
+from quell.files import require_writable
 from quell.planning import Mechanism
 from quell.schemes import FIXED
 from quell.show import plots, tables
@@ -41,7 +41,9 @@ def compare(
 ) -> None:
     """Price one mechanism for several values of one parameter: 2,4,8 or start:stop:count."""
     values, prices = options.values_of(locals()), options.prices_of(locals())
-    require_folders([plot])
+    require_writable([plot])
+    if plot is not None:
+        plots.require_picture(plot)
     several = [name for name, given in values.items() if len(given) > 1]
     if len(several) != 1:
         raise QuellError("compare sweeps exactly one parameter: give several values to one, for example --bands 2,4,8")

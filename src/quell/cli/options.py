@@ -105,6 +105,8 @@ def _sweep(name: str, text: str) -> list[Parameter]:
 
 def memory_of(text: str, parameters: int | None) -> float | None:
     """Model copies from '4', '8GB' (float32 buffers) or 'unlimited'."""
+    if parameters is not None:
+        require_count("parameters", parameters)
     if text == "unlimited":
         return None
     try:
@@ -117,4 +119,4 @@ def memory_of(text: str, parameters: int | None) -> float | None:
         ) from None
     if parameters is None:
         raise QuellError(f"memory={text!r} needs --parameters, the size of the model, as well")
-    return size * 1e9 / (4 * require_count("parameters", parameters))
+    return size * 1e9 / (4 * parameters)

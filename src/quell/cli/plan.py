@@ -9,12 +9,12 @@ from quell.cli import options, terminal
 from quell.cli.options import GOALS, goal, limit, output, the_run, user
 from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
-from quell.files import require_folders
+from quell.files import require_writable
 from quell.planning import make_plan
 from quell.planning.questions import choices_for_steps, plan_for_rmse
 from quell.run import Run
 from quell.schemes import BEST, FIXED, named
-from quell.show import tables, words
+from quell.show import plots, tables, words
 
 _DEVICES = f"{', '.join(DEVICES)}, or measured"
 
@@ -36,7 +36,7 @@ def plan(
     parameters: options.ModelSize = None,
     noise_share: Annotated[float | None, limit("Largest share of a step's time for noise: 0.03 is 3%.")] = None,
     step_seconds: Annotated[float | None, limit("How long a step takes without noise, for --noise-share.")] = None,
-    device: Annotated[str, limit(f"Hardware whose noise-generation speed to assume: {_DEVICES}.")] = "h200",
+    device: Annotated[str | None, limit(f"Hardware to assume for --noise-share: {_DEVICES}. Default: h200.")] = None,
     sampling: options.Schemes = "best",
     fast: Annotated[bool, goal(f"Fixed batches (--sampling {FIXED.name}): an answer in seconds.", "--fast")] = False,
     separation: Annotated[int | None, user("Fewest steps between two participations of a user.")] = None,
@@ -58,7 +58,9 @@ def plan(
             f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
             "plan it with --batch-size and --epochs"
         )
-    require_folders([save, plot, html])
+    require_writable([save, plot, html])
+    if plot is not None:
+        plots.require_picture(plot)
     known = options.data_of(locals()) | {
         "sampling": _sampling(sampling, fast),
         "objective": objective or ("training" if target_rmse is None else "rmse"),
@@ -93,7 +95,7 @@ def _show_choices(steps: int, known: dict[str, Any], as_json: bool) -> None:
         terminal.print_json([choice.as_dict() for choice in choices])
         return
     terminal.console.print(tables.choices_table(choices))
-    terminal.say(words.best_choice(min(choices, key=lambda choice: choice.noise_per_example)))
+    terminal.say(words.best_choice(min(choices, key=lambda choice: choice.error_per_example)))
 
 
 def _sampling(sampling: str, fast: bool) -> str:
@@ -107,12 +109,13 @@ def _sampling(sampling: str, fast: bool) -> str:
 
 
 def _time_limit(
-    share: float | None, step_seconds: float | None, parameters: int | None, device: str
+    share: float | None, step_seconds: float | None, parameters: int | None, device: str | None
 ) -> TimeLimit | None:
     if share is None:
-        if step_seconds is not None:
-            raise QuellError("--step-seconds is for --noise-share, the part of a step that noise may take: give both")
+        for name, given in (("--step-seconds", step_seconds), ("--device", device)):
+            if given is not None:
+                raise QuellError(f"{name} is for --noise-share, the part of a step that noise may take: give both")
         return None
     if step_seconds is None or parameters is None:
         raise QuellError("--noise-share needs --step-seconds and --parameters as well")
-    return TimeLimit.of_share(share, step_seconds, parameters, device)
+    return TimeLimit.of_share(share, step_seconds, parameters, device or "h200")

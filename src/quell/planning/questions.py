@@ -2,8 +2,9 @@
 
 All answers are estimates except `plan_for_rmse`, which ends in a certified plan.
 
-Runs of different length are compared by their error *per example seen*, RMSE / (epochs × examples): the sum of
-gradients that training follows grows with the number of examples seen, so that is noise relative to progress.
+Runs of different length are compared by their error *per example seen*: the error that the objective measures,
+divided by epochs × examples. The sum of gradients that training follows grows with the number of examples seen, so that
+is noise relative to progress.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Answers:
     dpsgd_is_estimated: bool  # without amplification estimates are exact
     equivalent_epsilon: float  # the ε that DP-SGD would need for the recommended mechanism's RMSE
     lower_bound: float
-    frontier: tuple[
-        Mechanism, ...
-    ]  # the best for each amount of memory, by the plan's objective, within the other limits
+    # The best for each amount of memory, by the plan's objective, within the other limits; empty where that is not
+    # known, because a plan file does not hold the estimates that the plan was chosen from.
+    frontier: tuple[Mechanism, ...]
     rmse_frontier: tuple[Mechanism, ...]  # of all alternatives, by RMSE
     changes: tuple[Change, ...]
 
@@ -64,12 +65,14 @@ def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> 
     """
     prices = prices or plan.prices
     any_memory = replace(plan.run.limits, memory=None)
+    complete = bool(plan.estimates) or not any(scheme.amplifies for scheme in plan.run.schemes)
+    compared = [each for each in plan.alternatives if complete and any_memory.fits(each)]
     return Answers(
         prices.dpsgd,
         prices.dpsgd.scheme.amplifies,
         prices.equivalent_epsilon(plan.mechanism),
         plan.lower_bound,
-        tuple(pareto([each for each in plan.alternatives if any_memory.fits(each)], plan.run.objective)),
+        tuple(pareto(compared, plan.run.objective)),
         tuple(pareto(plan.alternatives, "rmse")),
         tuple(changes(plan)) if thorough else (),
     )
@@ -166,8 +169,8 @@ class EpochChoice:
     mechanism: Mechanism
 
     @property
-    def noise_per_example(self) -> float:
-        """Error per example seen."""
+    def error_per_example(self) -> float:
+        """The objective's error per example seen."""
         return self.mechanism.score(self.run.objective) / (self.run.epochs * (self.run.examples or 1))
 
     def as_dict(self) -> dict[str, Any]:
@@ -177,14 +180,14 @@ class EpochChoice:
             "batch_size": self.run.batch_size,
             "mechanism": self.mechanism.name,
             "sampling": self.mechanism.sampling,
-            "noise_per_example": self.noise_per_example,
+            "error_per_example": self.error_per_example,
         }
 
 
 def choices_for_steps(
     steps: int, *, examples: int, progress: Progress | None = None, **arguments: Any
 ) -> list[EpochChoice]:
-    """Ways to spend a number of steps: 1, 2, 4, … epochs, each with its best mechanism.
+    """Ways to spend a number of steps: about 1, 2, 4, … epochs, each with its best mechanism.
 
     Args:
         steps: Optimizer steps to spend.
@@ -197,19 +200,25 @@ def choices_for_steps(
     """
     steps, examples = require_count("steps", steps), require_count("examples", examples)
     found: list[EpochChoice] = []
-    rounds = [2**e for e in range(20) if steps <= examples * 2**e <= steps * examples]
+    ways = _batches_and_epochs(steps, examples)
     sturdy = tuple(family for family in FAMILIES.values() if family.sturdy)
-    for done, epochs in enumerate(rounds):
-        run = Run.from_data(examples=examples, epochs=epochs, batch_size=round(examples * epochs / steps), **arguments)
-        if abs(run.steps - steps) > 0.1 * steps:  # an epoch has a whole number of steps
-            break
+    for done, (batch_size, epochs) in enumerate(ways):
+        run = Run.from_data(examples=examples, epochs=epochs, batch_size=batch_size, **arguments)
         if progress is not None:
-            progress(done, len(rounds), f"{epochs} epochs")
+            progress(done, len(ways), f"{epochs} epochs")
         with threadpool_limits(1):
             best = search(Prices(run), families=sturdy)
         found += [EpochChoice(run, each) for each in best[:1]]
-        if len(found) > 1 and found[-1].noise_per_example > 0.95 * found[-2].noise_per_example:
+        if len(found) > 1 and found[-1].error_per_example > 0.95 * found[-2].error_per_example:
             break
     if not found:
-        raise QuellError(f"{steps:,} steps cannot be spent on {examples:,} examples: take at most that many steps")
+        raise QuellError("no mechanism goes with this sampling here: allow more schemes, or all (best)")
     return found
+
+
+def _batches_and_epochs(steps: int, examples: int) -> list[tuple[int, int]]:
+    """Batch sizes that double, each with the epochs that come within a tenth of the steps; the last is all examples."""
+    sizes = [max(1, round(examples * 2**e / steps)) for e in range(steps.bit_length()) if 2**e < steps] + [examples]
+    ways = {size: round(steps / (examples // size)) for size in sizes}
+    near = {size: n for size, n in ways.items() if abs(n * (examples // size) - steps) <= 0.1 * steps}
+    return list(near.items())

@@ -239,10 +239,11 @@ def _certified(
     slope: float,
     delta: float,
 ) -> tuple[float, Certificate]:
-    """The lowest rung that is certified, skipping those that the last certificate or a forecast makes hopeless.
+    """The smallest value on a ladder above `about` that can be certified, with its certificate.
 
-    A forecast that comes out otherwise than in the search saves a certificate, and never touches its draws. Where no
-    rung is certified, `most` it is.
+    Certificates are expensive, so values are skipped where the last certificate or a forecast says that they would
+    fail. A forecast uses draws of its own: it decides which values are tried, never what is certified. Where no value
+    on the ladder is certified, the result is `most`, which is safe without draws.
     """
     allowed, _ = _budget(accountant, delta, 1)
     about *= 1.0003  # beyond the tolerance of the search

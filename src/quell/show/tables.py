@@ -99,7 +99,7 @@ def plan_html(plan: Plan, answers: Answers) -> str:
 def choices_table(choices: Sequence[EpochChoice]) -> Table:
     """Ways to spend a fixed number of steps."""
     table = Table("epochs", "batch", "mechanism", "sampling", "σ", "error per example seen", box=box.SIMPLE_HEAD)
-    least = choices[0].noise_per_example
+    first, least = choices[0], words.counted(choices[0].run.epochs, "epoch")
     for choice in choices:
         table.add_row(
             f"{choice.run.epochs:,}",
@@ -107,7 +107,7 @@ def choices_table(choices: Sequence[EpochChoice]) -> Table:
             words.label(choice.mechanism),
             choice.mechanism.sampling,
             f"~{at_least(choice.mechanism.noise_multiplier, 4)}",
-            f"{choice.noise_per_example / least:.3f} × that of one epoch",
+            f"{choice.error_per_example / first.error_per_example:.3f} × that of {least}",
         )
     return table
 

@@ -102,7 +102,8 @@ def legend(
     if any(each.get("column_normalise") for each in parameters):
         shown.append("*: columns of C scaled to norm 1.")
     if objective is not None:
-        shown.append(f"The plan minimises {_COLUMN_OF[objective]}.")
+        column = _COLUMN_OF[objective]
+        shown.append(f"The plan minimises {column if column in columns else f'the {ERRORS[objective]}'}.")
     families = [each for each in dict.fromkeys(m.family for m in mechanisms) if each is not INDEPENDENT]
     named = [f"{family.name} is {family.paper}" for family in families if family.paper]
     return " ".join([*shown, *([f"In papers {', '.join(named)}."] if named else [])])
@@ -120,14 +121,18 @@ def level(epsilon: float, delta: float) -> str:
     return f"({at_least(epsilon)}, {number(delta)})-DP"
 
 
+def method(guarantee: Guarantee) -> str:
+    """The kind of accounting that the promise rests on."""
+    return "Monte-Carlo accounting" if guarantee.failure_probability else guarantee.method
+
+
 def proof(guarantee: Guarantee) -> str:
     """How the promise is known."""
     if guarantee.failure_probability:
         return (
-            f"Certified by Monte-Carlo accounting ({guarantee.draws:,} draws, "
-            f"{failure(guarantee.failure_probability)})."
+            f"Certified by {method(guarantee)} ({guarantee.draws:,} draws, {failure(guarantee.failure_probability)})."
         )
-    return f"Certified by the {guarantee.method} (sensitivity: {guarantee.sensitivity.kind})."
+    return f"Certified by the {method(guarantee)} (sensitivity: {guarantee.sensitivity.kind})."
 
 
 def failure(probability: float) -> str:
@@ -184,9 +189,10 @@ def notes(run: Run) -> list[str]:
             "publishing a whole example."
         )
     if run.examples is not None and run.batch_size and (left := run.examples % run.batch_size):
+        rest = f"the {left:,} left over make" if left > 1 else "the one left over makes"
         found.append(
             f"{run.examples:,} examples do not divide into batches of {run.batch_size:,}: an epoch has "
-            f"{run.steps_per_epoch:,} steps, and the {left:,} left over make some batches larger."
+            f"{counted(run.steps_per_epoch, 'step')}, and {rest} some batches larger."
         )
     return found
 
@@ -233,13 +239,14 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
             f"The leaders are within estimation error of each other ({label(first)} is estimated to be "
             f"{1 - first.score(objective) / chosen.score(objective):.1%} better); this one was certified."
         )
-    lines.append(
-        " ".join(
-            f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
-            f"({ERRORS[objective]} {each.score(objective):.4g})."
-            for each in answers.frontier
+    if answers.frontier:
+        lines.append(
+            " ".join(
+                f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
+                f"({ERRORS[objective]} {each.score(objective):.4g})."
+                for each in answers.frontier
+            )
         )
-    )
     for change in answers.changes:
         if abs(1 - change.ratio) >= 0.005:
             more = _CHANGES.get(change.what) or f"Memory for {copies(change.mechanism.buffers)}"

@@ -117,7 +117,9 @@ def make_private(
         raise QuellError("cuda_graphs needs clipping='layers': leave it out")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
-    refuse_wrong_arguments(optimizer, data, plan)
+    refuse_wrong_arguments(optimizer, data, plan, noise_memory)
+    if not isinstance(model, nn.Module):
+        raise QuellError(f"model is a {type(model).__name__}: pass the torch.nn.Module to train")
     if isinstance(model, DistributedDataParallel):
         model = model.module  # gradients are added up after clipping, by the optimizer
     if isinstance(optimizer, PrivateOptimizer) or getattr(model, "_quell_private", False):

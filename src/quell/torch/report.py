@@ -13,7 +13,7 @@ import torch
 import quell
 from quell import privacy
 from quell.privacy import Guarantee
-from quell.show import statement
+from quell.show import statement, words
 from quell.strategy.structure import ToeplitzStrategy, describe
 from quell.torch.run import TrainingRun
 
@@ -73,7 +73,7 @@ def privacy_report(run: TrainingRun) -> PrivacyReport:
         noise_multiplier=run.mechanism.noise_multiplier,
         max_grad_norm=float(run.noise.max_grad_norm or 0.0),
         expected_batch_size=run.expected_batch_size,
-        bound=f"{guarantee.method}, {guarantee.sensitivity.kind} sensitivity",
+        bound=f"{words.method(guarantee)}, {guarantee.sensitivity.kind} sensitivity",
         steps_done=run.step,
         steps=run.noise.steps,
         delta=guarantee.delta,

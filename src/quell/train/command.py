@@ -11,7 +11,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from quell.errors import QuellError, require_count, require_finite
-from quell.files import require_folders
+from quell.files import require_writable
 from quell.planning import Plan, make_plan
 from quell.planning.search import Progress
 from quell.run import Run
@@ -83,17 +83,16 @@ def _check(files: Files, learning_rate: float | None, runs: int, seed: int | Non
         raise QuellError(f"lr={learning_rate:g} must be positive: 0.1 is a start, or leave it out to search")
     if files.report is not None and files.report.suffix not in (".md", ".json"):
         raise QuellError(f"the report {files.report} must end in .md or .json")
-    require_folders(files.wanted)
+    if files.plot is not None:
+        plots.require_picture(files.plot)
+    require_writable(files.wanted)
 
 
 def _write(files: Files, plan: Plan, outcomes: list[Outcome], content: dict[str, Any]) -> None:
-    """Write what was asked for. Weights and report are those of the first planned run, which the promise covers."""
-    if files.plan is not None:
-        plan.save(files.plan)
-    if files.plot is not None:
-        plots.draw_training(content, files.plot)
-    if files.html is not None:
-        write_page(content, files.html)
+    """Write what was asked for, first what only training can make: weights and report.
+
+    They are those of the first planned run, which the promise covers.
+    """
     first = outcomes[-1].runs[0]
     assert first.report is not None
     try:
@@ -106,3 +105,9 @@ def _write(files: Files, plan: Plan, outcomes: list[Outcome], content: dict[str,
             files.report.write_text(f"{first.report.markdown()}\n{beyond}", encoding="utf-8")
     except (OSError, RuntimeError) as problem:
         raise QuellError(f"cannot write the results: {problem}") from problem
+    if files.plan is not None:
+        plan.save(files.plan)
+    if files.html is not None:
+        write_page(content, files.html)
+    if files.plot is not None:
+        plots.draw_training(content, files.plot)
