@@ -88,7 +88,7 @@ def test_estimates_are_shown_and_never_promised(found, tmp_path):
     assert found.mechanism.certified
     assert found.estimates
     assert {m.certified for m in found.alternatives} == {True, False}
-    with pytest.raises(quell.QuellError, match="has only an estimate of its noise"):
+    with pytest.raises(quell.QuellError, match="is only estimated: certify it"):
         replace(found, mechanisms=(*found.mechanisms, found.estimates[0]))
     found.save(tmp_path / "plan.json")
     loaded = quell.Plan.load(tmp_path / "plan.json")

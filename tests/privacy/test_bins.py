@@ -85,7 +85,7 @@ def test_draws_have_the_covariance(random, count):
 
 def test_negative_strategies_are_refused_with_the_reason():
     negative = ToeplitzStrategy("odd", 12, np.array([1.0, -0.2, 0.1]))
-    with pytest.raises(QuellError, match=r"negative entries in C \(down to -0.2\).*C >= 0: use fixed batches"):
+    with pytest.raises(QuellError, match=r"negative entries in C \(down to -0.2\).*C >= 0: use cyclic sampling"):
         bins_of(negative, BallsInBins(12, 4))
     entries = np.array([[1.0, 0.0], [1.0, -0.5], [1.0, 0.2]])
     with pytest.raises(QuellError, match="negative entries"):

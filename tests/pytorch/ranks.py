@@ -40,7 +40,7 @@ def build(name: str, physical: int | None = None, width: int = 7):
             fully_shard(layer)
         fully_shard(model)
     plan = unpriced_poisson_plan() if sampling == "poisson" else small_plan(mechanism, alone=True, momentum=0.9)
-    momentum = plan.run.momentum
+    momentum = plan.run.optimizer.momentum
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=momentum)
     if name.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)

@@ -288,7 +288,7 @@ def test_what_make_private_refuses(plan):
 def test_a_mechanism_priced_for_fewer_participations(plan):
     once = small_plan("bisr", examples=80, batch_size=8, epochs=1)
     assert once.steps == plan.steps
-    with pytest.raises(QuellError, match=r"is not \(8, 1e-05\)-DP"):
+    with pytest.raises(QuellError, match=r"is not certified to be \(8, 1e-05\)-DP"):
         private(plan, mechanism=once.mechanism)
     own = plan.price("lambda_cgd", **{"lambda": 0.5})
     assert private(plan, mechanism=own)[1].noise_multiplier == own.noise_multiplier

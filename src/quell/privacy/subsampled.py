@@ -72,7 +72,7 @@ class CoinAccountant(Accountant):
         return min(max(together, alone), self.safe_sigma(epsilon, delta))
 
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
-        return min(1.0, coin_bound(self.relative(sigma), self.rate, epsilon), self._plain(sigma, epsilon)), 0.0
+        return min(1.0, coin_delta(self.relative(sigma), self.rate, epsilon), self._plain(sigma, epsilon)), 0.0
 
     def rough(self, sigma: float, epsilon: float, effort: int) -> tuple[float, float]:
         return coin_delta(self.relative(sigma), self.rate, epsilon), 0.0
@@ -92,7 +92,8 @@ class CoinAccountant(Accountant):
         spacing = _SPACING * min(1.0, max(epsilon, 0.2))
         method = f"privacy loss distribution of {self.rounds:,} subsampled Gaussians"
         if len(self.columns) > 1 or reach(self.relative(sigma), self.rate) > _MOST_CELLS * spacing:
-            return Certificate(0.0, self.estimate(sigma, epsilon, True)[0], method)
+            upper = min(1.0, coin_bound(self.relative(sigma), self.rate, epsilon), self._plain(sigma, epsilon))
+            return Certificate(0.0, upper, method)
         lower, upper = (
             float(self._composed(sigma, spacing, pessimistic).get_delta_for_epsilon(epsilon))
             for pessimistic in (False, True)
