@@ -352,7 +352,13 @@ def test_left_over_examples_are_pointed_out():
     assert "do not divide into batches of 300" in notes[0]
 
 
-@pytest.mark.parametrize("sampling", ["balls-in-bins", "poisson", "cyclic_poisson", "best"])
+SLOW = pytest.mark.slow  # repeats of what a quick case holds
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    ["balls-in-bins", pytest.param("poisson", marks=SLOW), pytest.param("cyclic_poisson", marks=SLOW), "best"],
+)
 def test_amplified_plans_need_less_noise_and_verify(sampling, tmp_path):
     small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4, "delta": 1e-5, "memory": 2, "draws": 2}
     plain, amplified = quell.plan(**small, sampling="cyclic"), quell.plan(**small, sampling=sampling)
@@ -498,8 +504,15 @@ def test_numbers_of_numpy_can_be_saved(tmp_path):
     assert quell.Plan.load(path).run.optimizer.momentum == 0.5
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("shape", ["erratic", "one", "alternating", "rising", "falling"])
+@pytest.mark.parametrize(
+    ("shape", "momentum"),
+    [
+        ("erratic", 0.9),
+        ("one", 0.0),
+        *(pytest.param(shape, 0.9, marks=SLOW) for shape in ("one", "alternating", "rising", "falling")),
+        *(pytest.param(shape, 0.0, marks=SLOW) for shape in ("erratic", "alternating", "rising", "falling")),
+    ],
+)
 def test_erratic_schedules_are_planned(shape, momentum, tmp_path):
     """Searches that have no finite loss to start from were tracebacks; other mechanisms can still be had."""
     n, random = 40, np.random.default_rng(0)

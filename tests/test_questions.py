@@ -73,7 +73,7 @@ def test_every_number_of_steps_can_be_spent():
 
 def test_more_examples_than_steps_can_be_planned_for_are_no_obstacle():
     """A fake run with batches of one example was refused: 200 million steps."""
-    known = {"examples": 200_000_000, "epsilon": 4.0, "delta": 1e-9, "sampling": "cyclic"}
+    known = {"examples": 200_000_000, "epsilon": 4.0, "delta": 1e-9, "sampling": "cyclic", "memory": 0, "draws": 1}
     choices = questions.choices_for_steps(200, **known)
     assert choices[0].run.batch_size == 1_000_000
 
