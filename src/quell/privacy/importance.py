@@ -46,9 +46,8 @@ _PILOT, _CERTIFICATE, _CONSTANT = 1, 2, 3
 _CHUNK = {_PILOT: 1 << 20, _CERTIFICATE: 1 << 16, _CONSTANT: 1 << 16}  # numbers: the many fit a core's cache
 _SLACK = 0.05  # relative width of a certificate worth paying for; with that of Z̄, 6% of δ, about 0.3% of σ
 _SLACKS, _CHEAP, _PLENTY = (0.025, 0.035, _SLACK), 2.0**26, 3 << 17  # finer ones where few numbers and draws buy it
-_LEAST, _MOST = 1 << 14, 1 << 20  # draws
+_LEAST, _MOST = 1 << 14, 1 << 20  # draws; none where a quarter of the least is not affordable
 _WORK = 2.0**28  # numbers that one certificate may draw; more only where a draw has more than 512
-_TOO_FEW = _LEAST / 4  # draws: where no more than that are affordable, none are made
 _CONSTANT_SLACK, _CONSTANT_FAILURE = 0.01, 0.1  # wanted width of Z̄; part of the failure probability for all of them
 _FEWEST = 1 << 12  # tuples for one constant
 _BLENDS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
@@ -173,7 +172,7 @@ def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: fl
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
     affordable = _WORK / (min(pair.width, 512) * mixture.price)
     count = int(max(_LEAST, min(wanted, affordable, _MOST)))
-    return count if affordable > _TOO_FEW and _expected_upper(mixture, count, failure) < free else 0
+    return count if affordable > _LEAST / 4 and _expected_upper(mixture, count, failure) < free else 0
 
 
 def _expected_upper(mixture: Mixture, count: int, failure: float) -> float:
