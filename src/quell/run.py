@@ -254,7 +254,7 @@ class Run:
             raise QuellError(f"epochs={epochs} do not fit into {steps} steps: an epoch needs at least one step")
         allowed, longest = named(sampling), steps // epochs
         pattern = Participation(steps, longest if separation is None else separation)
-        if pattern.count < epochs or (pattern.separation > longest and any(kind is not FIXED for kind in allowed)):
+        if pattern.separation > longest and any(kind is not FIXED for kind in allowed):
             raise QuellError(
                 f"separation={pattern.separation} is too long for {epochs} epochs in {steps} steps, which leave "
                 f"{longest} steps for each: leave separation out, or make it smaller"
