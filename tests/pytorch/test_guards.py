@@ -55,7 +55,7 @@ def test_estimates_and_looser_promises_are_refused(plan):
             private(plan, mechanism=mechanism)
         with pytest.raises(QuellError, match=message):
             CorrelatedNoise(plan, {"w": torch.zeros(3)}, 1.0, mechanism=mechanism)
-    with pytest.raises(QuellError, match="only an estimate"):
+    with pytest.raises(QuellError, match="only estimated"):
         CorrelatedNoise(estimate, {"w": torch.zeros(3)}, 1.0)
 
 
