@@ -328,13 +328,27 @@ def test_files_of_version_2_load_and_every_lie_in_them_is_found(name, tmp_path):
         for key, value in part.items():
             if isinstance(value, dict | list):
                 continue
-            part[key] = f"not {value}" if isinstance(value, str) else value * 1.05 + 0.001
+            more = 1.05 if key == "dpsgd_rmse" else 1.001
+            part[key] = f"not {value}" if isinstance(value, str) else value * more + 0.001
             lied.write_text(json.dumps(content))
             with pytest.raises(QuellError):
                 quell.Plan.load(lied)
             part[key] = value
     lied.write_text(json.dumps(content))
     quell.Plan.load(lied)
+
+
+def test_no_yardstick_of_random_batches_can_be_changed(tmp_path):
+    """DP-SGD's error is an estimate there, and the same estimate every time."""
+    run = quell.Run.from_data(**{**SETUP, "sampling": "balls_in_bins"})
+    path = tmp_path / "plan.json"
+    quell.Plan(run, (Prices(run).price("identity"),), 0).save(path)
+    quell.Plan.load(path)
+    content = json.loads(path.read_text())
+    content["yardsticks"]["dpsgd_rmse"] *= 1 + 1e-6
+    path.write_text(json.dumps(content))
+    with pytest.raises(QuellError, match="dpsgd_rmse"):
+        quell.Plan.load(path)
 
 
 def test_plain_numpy_numbers_are_numbers():

@@ -34,7 +34,7 @@ from quell.strategy import find
 
 MOST_BYTES = 1 << 27  # plans have a few megabytes at most
 _TOLERANCE = 1e-9
-_ESTIMATED = 0.02  # of the yardstick where batches are random: an estimate, which another Quell may make otherwise
+_ESTIMATED = 0.02  # of the yardstick in files of version 2, if batches are random: it was estimated in another way
 _DENSE = 512
 _LONG = 200  # characters of a file's own words that are shown
 _PARTS = {"format", "version", "run", "yardsticks", "recommended", "mechanisms"}
@@ -117,7 +117,7 @@ def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     drawn = sum(_is_drawn(row["guarantee"]["sampling"]) for row in rows)
     if drawn > COMPARISONS:  # among many certificates by draws one holds by luck
         return [Check("mechanisms certified by draws", str(drawn), f"at most {COMPARISONS}", False)], None
-    about = {"dpsgd_rmse": _ESTIMATED} if prices.dpsgd.scheme.amplifies else {}
+    about = {"dpsgd_rmse": _ESTIMATED} if old and prices.dpsgd.scheme.amplifies else {}
     checks: list[Check] = []
     mechanisms: list[Mechanism] = []
     for row, claims in zip(rows, stated, strict=True):

@@ -163,6 +163,7 @@ def _guarantee(
         (certificate.lower, certificate.upper),
         certificate.failure,
         certificate.draws,
+        sampling,
     )
 
 
