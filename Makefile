@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test test-all lint demo bench attack format clean screenshot
+.PHONY: test test-all lint demo docs bench attack format clean screenshot
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -20,14 +20,14 @@ test-all: lint  ## the same with the slow reproductions
 	$(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)
-	$(BIN)/ruff format --check src tests benchmarks experiments examples attacks
-	$(BIN)/ruff check src tests benchmarks experiments examples attacks
+	$(BIN)/ruff format --check src tests tools benchmarks experiments examples attacks
+	$(BIN)/ruff check src tests tools benchmarks experiments examples attacks
 	$(BIN)/mypy
 	$(BIN)/lint-imports > $(VENV)/layers.log || (cat $(VENV)/layers.log; exit 1)
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests benchmarks experiments examples attacks
-	$(BIN)/ruff check --fix src tests benchmarks experiments examples attacks
+	$(BIN)/ruff format src tests tools benchmarks experiments examples attacks
+	$(BIN)/ruff check --fix src tests tools benchmarks experiments examples attacks
 
 demo: $(STAMP)  ## train on digits without privacy, with DP-SGD and as planned; verify the plan
 	mkdir -p demo
@@ -46,6 +46,9 @@ bench: $(STAMP)
 
 attack: $(STAMP)  ## try to break every promise; writes attacks/results.md (about 20 minutes)
 	$(BIN)/python -m attacks --write
+
+docs: $(STAMP)  ## docs/api.md, from the docstrings
+	$(BIN)/python -m tools.api
 
 screenshot: $(STAMP)  ## the picture in docs/report.md; needs Chromium
 	$(BIN)/python -m tests.page.screenshot docs/report.png

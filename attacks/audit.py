@@ -102,17 +102,12 @@ def _log_ratio(seen: truth.Array, matrix: truth.Array, scheme: Scheme, patterns:
             worst = int(np.argmax(np.sum(moves**2, axis=1)))
             mine = seen[patterns[worst]]
             return np.asarray(mine @ moves[worst] - 0.5 * moves[worst] @ moves[worst])
-        case BallsInBins():
-            rows, chances = truth.bin_patterns(scheme.steps, scheme.separation)
-        case BMinSep():
-            found = truth.chain_patterns(scheme.steps, scheme.separation, scheme.rate)
-            assert found is not None, "the schemes of this attack are small enough to list their patterns"
-            rows, chances = found
         case Poisson() | CyclicPoisson():
             once = seen @ matrix - 0.5 * np.sum(matrix**2, axis=0)  # columns of a group do not overlap
             coins = np.logaddexp(math.log1p(-scheme.rate), math.log(scheme.rate) + once)
             groups = np.array([coins[:, group :: scheme.groups].sum(axis=1) for group in range(scheme.groups)])
             return np.asarray(logsumexp(groups, axis=0) - math.log(scheme.groups))
+    rows, chances = truth.patterns(scheme)
     return truth.log_ratio(seen, rows @ matrix.T, np.log(chances))
 
 

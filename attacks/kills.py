@@ -194,21 +194,9 @@ def _train(script: Script, folder: Path, report: int) -> None:
     model, optimizer, loader = make_private(
         model, optimizer, data, plan, key=folder / "key", clipping=script.clipping, physical_batch_size=script.parts
     )
-    checkpoint = folder / "checkpoint.pt"
-
-    def save() -> None:
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-        torch.save({**states, "step": step}, folder / "new.pt")
-        os.replace(folder / "new.pt", checkpoint)
-
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"], replay=True)
-        loader.load_state_dict(state["loader"])
-        step = state["step"]
-    else:
-        save()
+    if not resume(folder, model, optimizer, loader):
+        save(folder, model, optimizer, loader)
+    step = optimizer.run.step
     while step < plan.steps:  # an epoch each
         for x, y in loader:
             optimizer.zero_grad()
@@ -218,10 +206,28 @@ def _train(script: Script, folder: Path, report: int) -> None:
             if optimizer.run.step > before:
                 step += 1
                 if step % script.every == 0:
-                    save()
+                    save(folder, model, optimizer, loader)
                 os.write(report, b".")
     optimizer.close()
     os.close(log)
+
+
+def save(folder: Path, model: Any, optimizer: Any, loader: Any) -> None:
+    """A checkpoint, as docs/pytorch.md writes it."""
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+    torch.save(states, folder / "new.pt")
+    os.replace(folder / "new.pt", folder / "checkpoint.pt")
+
+
+def resume(folder: Path, model: Any, optimizer: Any, loader: Any) -> bool:
+    """Go on from the checkpoint, as docs/pytorch.md says; False where there is none."""
+    if not (folder / "checkpoint.pt").exists():
+        return False
+    states = torch.load(folder / "checkpoint.pt", weights_only=True)
+    model.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"], replay=True)
+    loader.load_state_dict(states["loader"])
+    return True
 
 
 def _releases(log: Path) -> dict[int, list[str]]:

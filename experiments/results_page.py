@@ -47,9 +47,9 @@ def render() -> str:
     """The page: the sections whose results are there."""
     head = """# Results
 
-Published results, made again with this library. Every table comes from a file under `experiments/results/` (versions,
-device, seeds and wall time are in it) by `experiments/results_page.py`; the scripts beside it say how each was made. Where a
-published number does not come out, that is said here."""
+Published results, reproduced with this library. `experiments/results_page.py` makes every table from a file under
+`experiments/results/`, which also has versions, device, seeds and wall time; the scripts beside it made those files. This page says
+where we could not reproduce a published number."""
     sections: dict[str, Callable[[dict[str, Entry]], str]] = {
         "cifar10": cifar10,
         "predictors_tuning": predictor_study,
@@ -109,10 +109,10 @@ amplified BISR, and a learning rate found for each mechanism, all judged by 10,0
 no choice looked at the test set. As in the papers, the search is not accounted for. Pixels are scaled by constants. A run
 took {seconds:.1f} s of {device(runs)}.
 
-"Amplified" is by balls-in-bins sampling, as in the paper. For independent noise Poisson sampling amplifies more, and for banded C
-cyclic Poisson sampling; the last lines are DP-SGD and BandMF (16 bands) as their own libraries would run them. DP-SGD gains so much by
-it that it passes BSR and BandMF with four bands. The planner's choice is what `quell plan` recommends for this run with all its defaults:
-BandInvMF shaped for plain sums that fade; the fractional mechanism is what it chose before it knew those.
+"Amplified" means balls-in-bins sampling, as in the paper. Poisson sampling amplifies independent noise more, and cyclic Poisson sampling
+banded C. The last two rows are DP-SGD and BandMF (16 bands) as their own libraries would run them. DP-SGD gains so much that it
+passes BSR and BandMF with four bands. The planner's choice is what `quell plan` recommends for this run with all its defaults:
+BandInvMF with a design that looks back 485 steps. Before such designs were searched, it chose the fractional mechanism.
 
 ![](images/results/cifar10.png)"""
 
@@ -327,8 +327,8 @@ bounds, the paper's plain Monte-Carlo estimates, which run about 1% low. {within
 - BandInvMF p=b: the paper's C has negative entries, for which its formula understates the sensitivity; so the printed
   values are not valid guarantees. Ours use a bound that holds for any signs; amplified accounting needs C ≥ 0 and refuses it.
 - BandInvMF: without amplification the optimum is flat, and end points of a search that differ by 0.2% there differ by 5% at
-  ε = 0.25. With p = 4 the paper's stopped at 10.27, short of the optimum 10.25; ours is the optimum for sums that fade over
-  12,000 steps, which has 10.27 too and cancels less. With p = 2 there is only one coefficient, so both must have the same
+  ε = 0.25. With p = 4 the paper's stopped at 10.27, short of the optimum 10.25; ours is the optimum for a horizon of
+  12,000 steps, which also has 10.27 and cancels less. With p = 2 there is only one coefficient, so both must have the same
   strategy, and do in the first column; no coefficient that gives 12.69 there comes below 129 at ε = 0.25, so the printed 125.87
   (and the ones before it, which are too large for it) cannot all be right."""
 

@@ -7,8 +7,8 @@ amplification, the others with balls-in-bins (DP-SGD: Poisson) sampling, all of 
 Carlo in the paper. `None` are values that our copy of the paper does not show.
 
 Without amplification the optimum of BandInvMF is flat: end points of a search that differ by 0.2% there differ by 5% at
-ε = 0.25. The paper's with p = 4 stopped at 10.27, short of the optimum 10.25; ours is the optimum for sums that fade
-over 12,000 steps, which has 10.27 as well, and cancels less.
+ε = 0.25. The paper's with p = 4 stopped at 10.27, short of the optimum 10.25; ours looks back
+12,000 steps (its horizon). It has 10.27 as well and cancels less.
 """
 
 from __future__ import annotations

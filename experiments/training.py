@@ -93,7 +93,7 @@ class DecoupledSGD(torch.optim.SGD):
 
 def sgd(model: nn.Module, plan: Plan, rate: float) -> DecoupledSGD:
     """The papers' optimizer: momentum is dampened, m ← μm + (1 − μ)g, which is a factor 1 − μ on the learning rate."""
-    momentum, decay = plan.setup.momentum, plan.setup.weight_decay
+    momentum, decay = plan.run.optimizer.momentum, plan.run.optimizer.weight_decay
     lr = rate * (1 - momentum)
     return DecoupledSGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=(1 - decay) / lr)
 
@@ -102,7 +102,8 @@ def prepared(job: Job, line: Entry, train: TensorDataset) -> Any:
     """Model, optimizer and loader of a private run."""
     plan, device = plan_of(line, len(train)), train.tensors[0].device
     model = convnet(job.seed, job.he).to(device)
-    return make_private(model, sgd(model, plan, job.rate), train, plan, job.clip, key=seeded_key(job.name))
+    options = {"key": seeded_key(job.name), "cuda_graphs": device.type == "cuda"}
+    return make_private(model, sgd(model, plan, job.rate), train, plan, job.clip, **options)
 
 
 def trained(job: Job, line: Entry, train: TensorDataset, test: TensorDataset, steps: int | None = None) -> list[float]:

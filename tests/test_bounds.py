@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from enumeration import by_enumeration
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from quell.analysis import bounds
 from quell.analysis.error import error
 from quell.analysis.sensitivity import sensitivity
 from quell.participation import Participation
+from tests.enumeration import by_enumeration
 
 tasks = st.sampled_from([(0.0, 1.0), (0.9, 1.0), (0.0, 0.95), (0.9, 0.999)])
 

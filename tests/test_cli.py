@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 
-import documented
 import pytest
 from typer.testing import CliRunner
 
@@ -19,6 +18,7 @@ from quell import cli, planning, privacy
 from quell.cli import plan, terminal
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
+from tests import documented
 
 RUN = ["--steps", "3900", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
 PLAN = [
@@ -184,6 +184,7 @@ def test_help_shows_examples_and_every_command():
     [
         (["price", "magic", *RUN], "there is no mechanism 'magic'"),
         (["price", "bisr", *RUN], "bisr needs bands"),
+        (["price", "dense", *RUN], "take band_toeplitz with bands=16"),
         (["price", "identity", *RUN, "--sampling", "random"], "there is no sampling scheme 'random'"),
         (
             ["price", "bsr", "--bands", "16", *RUN, "--sampling", "poisson"],
@@ -202,6 +203,8 @@ def test_help_shows_examples_and_every_command():
         ([*PLAN, "--epochs", "0"], "epochs=0 must be"),
         ([*PLAN, "--steps", "60"], "does not go with --batch-size, --epochs"),
         ([*PLAN, "--step-seconds", "0.1"], "--step-seconds is for --noise-share"),
+        ([*PLAN, "--device", "tpu"], "--device is for --noise-share"),
+        ([*PLAN, "--parameters", "-5"], "parameters=-5 must be a whole number"),
         (["price", "bisr", "--bands", "4", "--lambda", "0.5", *RUN], "it takes bands, column_normalise"),
         (
             [*PLAN, "--target-rmse", "9", "--objective", "training"],
@@ -210,6 +213,9 @@ def test_help_shows_examples_and_every_command():
         (["verify", "/nowhere/plan.json"], "cannot read the plan"),
         ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png: there is no folder"),
         ([*PLAN, "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
+        ([*PLAN, "--save", "/tmp"], "cannot write /tmp: it is a folder"),
+        ([*PLAN, "--plot", "x.foo"], "use a name ending in .png, .svg or .pdf"),
+        (["compare", "bisr", "--bands", "2,4", *RUN, "--plot", "x"], "use a name ending in .png, .svg or .pdf"),
     ],
 )
 def test_bad_requests_are_named(arguments, message):
@@ -299,6 +305,13 @@ def test_no_terminal_is_too_narrow_for_a_number(width, monkeypatch):
     assert len(line) <= width
     if width >= 80:
         assert wide <= set(line.split())
+
+
+def test_a_narrow_plan_names_what_it_minimises_without_its_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    shown = " ".join(quell(*PLAN, "--memory", "0", "--draws", "1").split())
+    assert "The plan minimises the predicted training error." in shown
+    assert "train:" not in shown
 
 
 def test_output_without_a_terminal_is_wide(monkeypatch):

@@ -8,6 +8,7 @@ from quell import workload
 from quell.errors import QuellError
 from quell.planning import Prices
 from quell.run import Run
+from quell.show import words
 
 # Column "ε=8 (w/o Amp)" of Table 4, the explicit families, as printed.
 TABLE_4 = [
@@ -84,6 +85,19 @@ def test_memory_of_each_recurrence(table4, name, buffers, draws):
 def test_a_separation_that_contradicts_the_epochs_is_refused():
     with pytest.raises(QuellError, match="lets an example take part 1 times, but 100 epochs"):
         Run.from_steps(steps=1000, separation=1000, epochs=100, epsilon=8.0, delta=1e-5)
+
+
+def test_an_unknown_argument_of_a_run_from_steps_is_named():
+    with pytest.raises(QuellError, match="a run from steps does not know foo"):
+        Run.from_steps(steps=100, epochs=10, epsilon=8.0, delta=1e-5, foo=1)
+
+
+@pytest.mark.parametrize(
+    ("examples", "said"), [(101, "the one left over makes some"), (103, "the 3 left over make some")]
+)
+def test_left_over_examples_are_counted_in_english(examples, said):
+    (note,) = words.notes(Run.from_data(examples=examples, batch_size=10, epochs=1, epsilon=8.0, delta=1e-5))
+    assert said in note
 
 
 def test_a_caption_explains_the_letters_of_its_table_and_no_others(table4):

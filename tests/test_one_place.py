@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import made_up_family
-import made_up_scheme
 import numpy as np
 import pytest
 
@@ -21,6 +19,7 @@ from quell.schemes import SCHEMES, Batches
 from quell.serve.desk import draft_plan
 from quell.show import tables
 from quell.strategy import FAMILIES
+from tests import made_up_family, made_up_scheme
 
 SOURCE = Path(quell.__file__).parent
 SMALL = {"examples": 200, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}

@@ -88,7 +88,7 @@ def test_estimates_are_shown_and_never_promised(found, tmp_path):
     assert found.mechanism.certified
     assert found.estimates
     assert {m.certified for m in found.alternatives} == {True, False}
-    with pytest.raises(quell.QuellError, match="has only an estimate of its noise"):
+    with pytest.raises(quell.QuellError, match="is only estimated: certify it"):
         replace(found, mechanisms=(*found.mechanisms, found.estimates[0]))
     found.save(tmp_path / "plan.json")
     loaded = quell.Plan.load(tmp_path / "plan.json")
@@ -126,7 +126,7 @@ def test_explanations_name_the_scheme_the_gain_and_the_promise(found):
     assert "<pre>" in found._repr_html_()
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.floats(0.3, 12.0), st.sampled_from(["training", "rmse", "maxse"]), st.sampled_from([0.0, 0.9]))
 def test_a_percent_of_epsilon_never_costs_two_percent_of_error(epsilon, objective, momentum):
     run = Run.from_data(**{**SMALL, "epsilon": epsilon}, momentum=momentum, sampling="cyclic", objective=objective)
@@ -184,3 +184,9 @@ def _affordable(row, memory):
     if row.startswith(("BSR", "BandMF")):
         return bands - 1 <= memory
     return memory >= 3 if row == "BLT" else bands <= 16
+
+
+def test_the_epsilon_of_hardly_any_noise_is_large_and_found():
+    """Millions of steps: a plan's error can be a thousandth of DP-SGD's, and the grid of losses had no end."""
+    dpsgd = strategy.build("identity", workload.prefix(10_000), Cyclic(10_000, 1000).participation)
+    assert Poisson(10_000, 1e-3).accountant(dpsgd).estimate_epsilon(1e-4, 1e-8) > 1000

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import pytest
-from enumeration import by_enumeration, patterns
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from quell.errors import QuellError
 from quell.participation import Participation
 from quell.strategy import BandedStrategy, ToeplitzStrategy
 from quell.strategy.fractional import lambda_cgd_sensitivity
+from tests.enumeration import by_enumeration, patterns
 
 participations = st.builds(
     lambda n, b, k: Participation(n, min(b, n), min(k, -(-n // min(b, n)))),

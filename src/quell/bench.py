@@ -48,7 +48,7 @@ def _gradient(parameters: int, device: str) -> tuple[Any, Any]:
     try:
         import torch
     except ImportError as missing:
-        raise QuellError("measuring a GPU needs PyTorch: pip install -c constraints.txt '.[torch]'") from missing
+        raise QuellError("measuring a GPU needs PyTorch: pip install 'quell[torch]'") from missing
     if not torch.cuda.is_available():
         raise QuellError("this machine has no CUDA device that PyTorch can use: measure the cpu instead")
     return torch.zeros(parameters, device="cuda"), torch.cuda.synchronize

@@ -71,3 +71,15 @@ def require_privacy(epsilon: float, delta: float) -> tuple[float, float]:
     if not 0 < delta < 1:
         raise QuellError(f"delta={delta:g} must lie strictly between 0 and 1: take at most 1/examples, e.g. 1e-5")
     return epsilon, delta
+
+
+def require_same_steps(**steps: int) -> None:
+    """Refuse two things that were made for runs of different length.
+
+    >>> require_same_steps(strategy=10, workload=12)
+    Traceback (most recent call last):
+    quell.errors.QuellError: the strategy has 10 steps but the workload 12: make both for one run
+    """
+    (one, first), (other, second) = steps.items()
+    if first != second:
+        raise QuellError(f"the {one} has {first:,} steps but the {other} {second:,}: make both for one run")

@@ -35,11 +35,17 @@ DAMAGED_ARRAYS = (
 )
 
 
-def require_folders(paths: Iterable[Path | None]) -> None:
-    """Refuse a path that cannot be written because its folder is missing, before anything long is computed."""
+def require_writable(paths: Iterable[Path | None]) -> None:
+    """Refuse paths that cannot be written, before anything long is computed. None stands for a file nobody wants."""
     for path in paths:
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise QuellError(f"cannot write {path}: it is a folder; give the name of a file")
+        if not path.parent.is_dir():
             raise QuellError(f"cannot write {path}: there is no folder {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise QuellError(f"cannot write {path}: you have no permission; choose another folder")
 
 
 @contextmanager

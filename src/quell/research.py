@@ -3,7 +3,7 @@
 Appendix C.2 of arXiv:2405.15913: the per-query errors of a pair of streaming operators (Algorithm 4) are
 computed with PyTorch tensors, aggregated by a function of yours, and differentiated by `torch.func`. This is
 the slow, general way, O(n²) per evaluation; the families in `quell.strategy` have closed forms. It needs
-PyTorch (`pip install -c constraints.txt '.[torch]'`) and is imported only when it is used.
+PyTorch (`pip install 'quell[torch]'`) and is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from quell.progress import announce
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["optimise"]
 
 
 def optimise(
@@ -58,9 +60,7 @@ def optimise(
         import torch
         from torch.func import grad_and_value
     except ImportError as missing:
-        raise QuellError(
-            "quell.research differentiates with PyTorch: pip install -c constraints.txt '.[torch]'"
-        ) from missing
+        raise QuellError("quell.research differentiates with PyTorch: pip install 'quell[torch]'") from missing
 
     def log_loss(parameters: Tensor) -> Tensor:
         decoder = compose(workload, noising(parameters))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -77,7 +77,13 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Limits:
-    """What noise may cost: model-sized vectors kept (None: no limit), noise vectors per step, and time."""
+    """What noise may cost.
+
+    Args:
+        memory: Most model-sized vectors kept between steps; None for no limit.
+        draws: Most noise vectors generated per step.
+        time_limit: How long noise may take (`quell.costs.TimeLimit.of_share`); None for no limit.
+    """
 
     memory: float | None = 4.0
     draws: int = 16
@@ -99,6 +105,7 @@ class Limits:
 
     @property
     def buffers(self) -> float:
+        """The limit on memory as a number."""
         return math.inf if self.memory is None else self.memory
 
     def fits(self, noise: Noise) -> bool:
@@ -240,11 +247,18 @@ class Run:
         >>> Run.from_steps(steps=781, epochs=10, epsilon=8, delta=1e-5).participation
         Participation(steps=781, separation=78, count=11)
         """
+        if unknown := sorted(set(optimizer) - {each.name for each in fields(Optimizer)}):
+            raise QuellError(f"a run from steps does not know {', '.join(unknown)}: see quell.Run.from_steps")
         steps, epochs = require_count("steps", steps), require_count("epochs", epochs)
         if epochs > steps:
             raise QuellError(f"epochs={epochs} do not fit into {steps} steps: an epoch needs at least one step")
-        pattern = Participation(steps, steps // epochs if separation is None else separation)
-        allowed = named(sampling)
+        allowed, longest = named(sampling), steps // epochs
+        pattern = Participation(steps, longest if separation is None else separation)
+        if pattern.separation > longest and any(kind is not FIXED for kind in allowed):
+            raise QuellError(
+                f"separation={pattern.separation} is too long for {epochs} epochs in {steps} steps, which leave "
+                f"{longest} steps for each: leave separation out, or make it smaller"
+            )
         return cls(pattern, epochs, Promise(epsilon, delta), Optimizer(**optimizer), allowed, objective)
 
     def changed(self, **changes: Any) -> Run:
@@ -269,10 +283,13 @@ class Run:
             "objective": self.objective,
         }
         if self.examples is None:
-            return {"steps": self.steps, "separation": self.participation.separation, **given}
+            usual = self.participation.separation == self.steps // self.epochs  # then it follows the epochs
+            return {"steps": self.steps, "separation": None if usual else self.participation.separation, **given}
         given |= {"examples": self.examples, "batch_size": self.batch_size, **vars(self.limits)}
         if self.user_level:
-            given |= {"separation": self.participation.separation, "participations": self.participation.count}
+            uncapped = Participation(self.steps, self.participation.separation).count
+            count = None if self.participation.count == uncapped else self.participation.count
+            given |= {"separation": self.participation.separation, "participations": count}
         return given
 
     def as_dict(self) -> dict[str, Any]:
@@ -284,20 +301,23 @@ class Run:
         limits = {} if self.examples is None else {"limits": asdict(self.limits)}
         for name in ("epsilon", "delta", *vars(self.limits)):
             asked.pop(name, None)
-        if self.examples is None:
-            asked["participations"] = self.participation.count
+        if self.examples is None or self.user_level:
+            asked |= {"separation": self.participation.separation, "participations": self.participation.count}
         return {**asked, "promise": promise, "optimizer": optimizer, **limits}
 
     @property
     def steps(self) -> int:
+        """Optimizer steps of the run."""
         return self.participation.steps
 
     @property
     def epsilon(self) -> float:
+        """ε of the promise."""
         return self.promise.epsilon
 
     @property
     def delta(self) -> float:
+        """δ of the promise."""
         return self.promise.delta
 
     @property
@@ -307,6 +327,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch."""
         return self.steps // self.epochs
 
     @property
@@ -316,20 +337,5 @@ class Run:
 
     @cached_property
     def workload(self) -> workload.Workload:
+        """The workload A: what the optimizer does with the gradients of the run."""
         return self.optimizer.workload(self.steps)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Warnings about the run, in words."""
-        found = []
-        if self.examples is not None and self.delta * self.examples > 1:
-            found.append(
-                f"delta={self.delta:g} is above 1/examples={1 / self.examples:.2g}: "
-                "such a guarantee would allow publishing a whole example"
-            )
-        if self.examples is not None and self.batch_size and (left := self.examples % self.batch_size):
-            found.append(
-                f"{self.examples:,} examples do not divide into batches of {self.batch_size:,}: an epoch has "
-                f"{self.steps_per_epoch:,} steps, and the {left:,} left over make some batches larger"
-            )
-        return tuple(found)

@@ -264,7 +264,7 @@ def test_more_bands_never_hurt_and_all_of_them_are_the_dense_optimum():
         assert how.converged
         losses.append(how.loss)
     assert losses == sorted(losses, reverse=True)
-    _, dense = optimise_dense(np.tri(n), improvement_tolerance=1e-14)
+    _, dense = optimise_dense(np.tri(n))
     assert dense.loss <= losses[-1] * (1.0 + 1e-9)
     assert losses[-1] == pytest.approx(dense.loss, rel=1e-8)
 

@@ -376,6 +376,6 @@ def test_wrong_requests_say_what_to_do():
     with pytest.raises(QuellError, match="independent noise is best"):
         optimise_blt(10, 1, poles=(0.0,))
     with pytest.raises(QuellError, match="use 'rmse' or 'maxse'"):
-        optimise_blt(10, 1, objective="mean")  # type: ignore[arg-type]
+        optimise_blt(10, 1, objective="mean")
     with pytest.raises(QuellError, match="buffers=0"):
         optimise_blt(10, 0)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quell import workload
-from quell.algebra.toeplitz import Decoder, energy_of_inverse, leftmost_energy
+from quell.algebra.decoder import Decoder
+from quell.algebra.toeplitz import curvature_of_inverse, energy_of_inverse, leftmost_energy
 from quell.participation import Participation
 from quell.strategy.optimised import decoder
 
@@ -58,8 +59,35 @@ def test_a_horizon_that_is_too_short_says_so():
     slow = np.array([1.0, -0.999])
     cut = Decoder(10_000, np.ones(1), np.array([1.0, -1.0, 0.0]), False, 50, 1.0, 1.0)
     assert not cut.of_quotient(slow)[2]
+
+
+def test_an_inverse_that_explodes_has_infinite_energy():
     columns = partial(leftmost_energy, steps=10_000, separation=1000, count=10)
-    assert not energy_of_inverse(slow, columns, 10_000, 50)[2]
+    energy, gradient = energy_of_inverse(np.array([1.0, -2.0, 0.5]), columns, 10_000)
+    assert energy == np.inf
+    np.testing.assert_array_equal(gradient, np.zeros(3))
+
+
+@given(st.floats(0.1, 0.97), tails)
+def test_the_curvature_is_the_hessian_where_the_inverse_is_positive_and_dies_out(slowest, tail):
+    n = 6000
+    theta = np.convolve([1.0, -slowest], [1.0, *(-abs(each) / len(tail) for each in tail)])
+    columns = partial(leftmost_energy, steps=n, separation=n // 3, count=3)
+
+    def slope(theta: np.ndarray) -> np.ndarray:
+        energy, gradient = energy_of_inverse(theta, columns, n)
+        return gradient / energy
+
+    numeric = np.array([(slope(theta + h) - slope(theta - h)) / 2e-6 for h in 1e-6 * np.eye(len(theta))])
+    found = curvature_of_inverse(theta, columns, n)
+    np.testing.assert_allclose(found, numeric, rtol=1e-3, atol=1e-5 * np.abs(found).max())
+
+
+@given(tasks, tails, st.booleans())
+def test_the_loss_of_a_product_is_its_quadratic_form(task, tail, last_only):
+    theta = np.array([1.0, *tail])
+    loss = decoder(workload.sgd(5000, *task), len(theta), last_only=last_only)
+    assert theta @ loss.product_form(len(theta)) @ theta == pytest.approx(loss.of_product(theta)[0], rel=1e-9)
 
 
 @given(tails, st.integers(1, 40), st.integers(1, 6))
@@ -68,13 +96,12 @@ def test_leftmost_energy_is_that_of_the_columns(tail, separation, count):
     pattern = Participation(n, separation, min(count, -(-n // separation)))
     theta = np.array([1.0, *tail])
     columns = partial(leftmost_energy, steps=n, separation=separation, count=pattern.count)
-    energy, gradient, enough = energy_of_inverse(theta, columns, n, n)
+    energy, gradient = energy_of_inverse(theta, columns, n)
     inverse = np.linalg.inv(
         np.array([[theta[i - j] if 0 <= i - j < len(theta) else 0.0 for j in range(n)] for i in range(n)])
     )
     total = np.abs(inverse)[:, pattern.first_steps()].sum(axis=1)
-    assert enough
     assert energy == pytest.approx(total @ total, rel=1e-9)
     if np.abs(inverse[:, 0]).min() > 1e-4 or np.all(inverse >= 0):  # |c| has a kink where a coefficient vanishes
-        numeric = slopes(lambda t: energy_of_inverse(t, columns, n, n)[0], theta)
+        numeric = slopes(lambda t: energy_of_inverse(t, columns, n)[0], theta)
         np.testing.assert_allclose(gradient, numeric, rtol=1e-3, atol=1e-4 * energy)

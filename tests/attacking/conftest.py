@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from tests.pytorch.conftest import one_thread
 
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

@@ -1,50 +1,15 @@
-"""Keys, plans and trees of parameters for the tests of `quell.jax`."""
+"""A plan for the tests of `quell.jax`, which run where JAX is installed."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any
+from importlib.util import find_spec
 
-import numpy as np
 import pytest
 
-pytest.importorskip("jax")
-
-import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-
 import quell
-from quell.noise import Key
 from quell.planning import Plan
 
-SHAPES: dict[str, tuple[tuple[int, ...], Any]] = {  # and how they are sharded over ("x", "y")
-    "rows": ((16, 96), P("x", None)),
-    "runs of 8": ((24, 64), P(None, ("x", "y"))),
-    "both": ((8, 12, 34), P("y", "x", None)),
-    "aligned": ((8192,), P("x")),
-    "whole": ((701,), P()),
-    "scalar": ((), P()),
-    "nothing": ((0, 4), P()),
-}
-
-
-def arrays(fill: Callable[[tuple[int, ...]], Any] = np.zeros) -> dict[str, Any]:
-    return {name: np.array(fill(shape), np.float32) for name, (shape, _) in SHAPES.items()}
-
-
-def tree(mesh: Any, fill: Callable[[tuple[int, ...]], Any] = np.zeros) -> dict[str, Any]:
-    """Arrays of all `SHAPES`, sharded over the mesh if there is one."""
-    if mesh is None:
-        return jax.device_put(arrays(fill))
-    return jax.device_put(arrays(fill), {name: NamedSharding(mesh, spec) for name, (_, spec) in SHAPES.items()})
-
-
-def seeded(number: int) -> Key:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return Key.from_seed(number)
+collect_ignore_glob = [] if find_spec("jax") else ["*.py"]
 
 
 @pytest.fixture(scope="package")

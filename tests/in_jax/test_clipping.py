@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
-
-from quell import QuellError  # noqa: E402
-from quell.jax import clipped_grad, clipping  # noqa: E402
+from quell import QuellError
+from quell.jax import clipped_grad, clipping
 
 RANDOM = np.random.default_rng(3)
 X, Y = RANDOM.standard_normal((11, 5)).astype(np.float32), RANDOM.standard_normal(11).astype(np.float32)
@@ -81,7 +80,8 @@ def test_norms_of_many_elements() -> None:
 
 
 def test_bfloat16_models_and_flax() -> None:
-    nnx = pytest.importorskip("flax.nnx")
+    from flax import nnx
+
     model = nnx.Linear(5, 1, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     graph, params = nnx.split(model)
 

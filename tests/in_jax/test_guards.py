@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
+from quell import QuellError
+from quell.jax import batches, check, privatize
+from quell.jax.batches import PaddedBatches, _roomy
+from quell.noise import Key
+from quell.planning import Plan
+from quell.schemes import Batches, Poisson
+from tests.noise import cases
 
-from quell import QuellError  # noqa: E402
-from quell.jax import batches, check, privatize  # noqa: E402
-from quell.jax.batches import PaddedBatches, _roomy  # noqa: E402
-from quell.noise import Key  # noqa: E402
-from quell.planning import Plan  # noqa: E402
-from quell.schemes import Batches, Poisson  # noqa: E402
-from tests.noise import cases  # noqa: E402
-
-from .conftest import seeded  # noqa: E402
+from .trees import seeded
 
 PARAMS = {"w": np.zeros((7, 30), np.float32)}
 FAST = {"expected_batch_size": 2.0, "generator": "philox"}
@@ -106,6 +106,15 @@ def test_the_state_of_another_run_is_refused() -> None:
 def test_refusals(plan: Plan, options: dict[str, Any], message: str) -> None:
     with pytest.raises(QuellError, match=message):
         privatize(plan, PARAMS, **options)
+
+
+def test_a_plan_whose_noise_is_for_fewer_participations(plan: Plan) -> None:
+    more = replace(plan, run=plan.run.changed(batch_size=30, epochs=5))
+    assert more.steps == plan.steps
+    with pytest.raises(QuellError, match=r"is not certified to be \(8, 0.001\)-DP"):
+        privatize(more, PARAMS, 1.0)
+    with pytest.raises(QuellError, match="is not certified"):
+        batches(more, 60, seeded(1))
 
 
 def test_other_trees_shapes_and_dtypes_are_refused() -> None:

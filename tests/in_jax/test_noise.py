@@ -5,24 +5,23 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from .conftest import SHAPES, arrays, seeded, tree
+from quell.jax import check, privatize, slices
+from quell.jax import normals as made
+from quell.noise import NoiseStream, generators
+from quell.noise.audit import audit
+from quell.noise.layout import DRAW, LANES, WORDS, tile_size
+from quell.noise.normal import REFINE_BELOW
+from tests.noise import cases
 
-jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from jax import lax  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-from quell.jax import check, privatize, slices  # noqa: E402
-from quell.jax import normals as made  # noqa: E402
-from quell.noise import NoiseStream, generators  # noqa: E402
-from quell.noise.audit import audit  # noqa: E402
-from quell.noise.layout import DRAW, LANES, WORDS, tile_size  # noqa: E402
-from quell.noise.normal import REFINE_BELOW  # noqa: E402
-from tests.noise import cases  # noqa: E402
+from .trees import SHAPES, arrays, seeded, tree
 
 RECURRENCES = {"regenerate": "bisr normalised", "ring": "band", "exponentials": "two exponentials", "fenwick": "tree"}
 EXPECTED = 3.7

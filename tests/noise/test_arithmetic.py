@@ -147,7 +147,7 @@ def test_coefficients_that_float32_cannot_tell_apart_are_refused() -> None:
 @pytest.mark.parametrize(("first", "scale"), [(2.0**-90, 2.0**-90), (2.0**90, 2.0**90), (2.0**-101, 1e-9)])
 def test_noise_that_would_underflow_or_overflow_is_refused(first: float, scale: float) -> None:
     for recurrence in (Regenerate(np.array([first])), Ring(np.array([1 / first, 0.5 / first]))):
-        with pytest.raises(QuellError, match="where float32 noise is whole"):
+        with pytest.raises(QuellError, match="outside what float32 noise can represent"):
             NoiseSpec(recurrence, 8, scale).recipe()
 
 

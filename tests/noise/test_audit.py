@@ -126,7 +126,7 @@ def test_mutation_swapped_buffers(case: str, seeded: Seeded) -> None:
     for step in range(STEPS):
         gradient = np.zeros(3000, np.float32)
         if step in (15, 22, 30):
-            buffers: Any = stream._engine._buffers  # type: ignore[union-attr]
+            buffers: Any = stream._engine._buffers
             buffers[[0, 1]] = buffers[[1, 0]]
         stream.add_(gradient)
         rows.append(gradient.astype(np.float64))
@@ -140,7 +140,7 @@ def test_mutation_a_dead_buffer(seeded: Seeded) -> None:
     for step in range(STEPS):
         gradient = np.zeros(3000, np.float32)
         if step == 20:
-            stream._engine._buffers[:] = 0  # type: ignore[union-attr]
+            stream._engine._buffers[:] = 0
         stream.add_(gradient)
         rows.append(gradient.astype(np.float64))
     _fails(audit([np.stack(rows)], matrix("bsr"), 1.0), "covariance at lag", "variance at step")

@@ -65,7 +65,7 @@ def test_a_key_never_shows() -> None:
         lambda: copy.copy(stream),
         lambda: pickle.dumps(engine),
         lambda: copy.deepcopy(engine),
-        lambda: pickle.dumps(engine.add),  # type: ignore[union-attr]
+        lambda: pickle.dumps(engine.add),
     ):
         with pytest.raises(QuellError) as caught:
             call()
@@ -81,7 +81,7 @@ def test_errors_do_not_quote_a_key_of_the_wrong_kind() -> None:
         Key(secret)
     assert "thirty" not in str(caught.value)
     with pytest.raises(QuellError) as caught:
-        _stream(secret)  # type: ignore[arg-type]
+        _stream(secret)
     assert "thirty" not in str(caught.value)
 
 

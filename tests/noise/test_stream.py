@@ -29,7 +29,7 @@ def _short(steps: int = 3, scale: float = 1.0) -> NoiseSpec:
 
 
 def _stream(key: Key, noise: NoiseSpec | None = None, **options: object) -> NoiseStream:
-    return NoiseStream(noise or _short(), [8], key=key, **options)  # type: ignore[arg-type]
+    return NoiseStream(noise or _short(), [8], key=key, **options)
 
 
 def test_stepping_past_the_plan_is_an_error(seeded: Seeded) -> None:
@@ -292,10 +292,10 @@ def test_bad_arguments_are_refused(seeded: Seeded) -> None:
     with pytest.raises(QuellError, match="float32 would round away"):
         NoiseSpec(Regenerate(np.array([1.0, 1e300])), 8, 1.0).recipe()
     with pytest.raises(QuellError, match="not from str"):
-        NoiseSpec.of("plan.json", 1.0)  # type: ignore[arg-type]
+        NoiseSpec.of("plan.json", 1.0)
     for bad in ((-1, 0, 1), (0, 0.5, 1), (2**32, 0, 1), (0, MOST_ELEMENTS, 1)):
         with pytest.raises(QuellError):
-            Shard(*bad)  # type: ignore[arg-type]
+            Shard(*bad)
 
 
 @pytest.mark.parametrize("scale", [1e-46, 1e-39, 1.9e-31, 2e30, 1e39])
@@ -374,7 +374,7 @@ def test_torch_compile_calls_the_stream_and_does_not_trace_it(seeded: Seeded) ->
     torch = pytest.importorskip("torch")
     stream, plain = _stream(seeded(1)), _stream(seeded(1))
 
-    def step(gradient):  # type: ignore[no-untyped-def]
+    def step(gradient):
         doubled = gradient * 2
         stream.add_(doubled)
         return doubled

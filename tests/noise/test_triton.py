@@ -56,7 +56,7 @@ def _plain() -> Recipe:
 
 
 @triton.jit
-def _store_words(key, counters, out, ROUNDS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_words(key, counters, out, ROUNDS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[name-defined]
     lane = tl.arange(0, SIZE)
     block, high = tl.load(counters + lane), tl.load(counters + SIZE)
     step, tensor = tl.load(counters + SIZE + 1), tl.load(counters + SIZE + 2)
@@ -82,7 +82,7 @@ def test_words_equal_the_reference_bit_for_bit(generator: str) -> None:
         if trial == 0:
             key[:], counters[:] = 2**32 - 1, 2**32 - 1
         rest = [np.full(lanes, value) for value in counters[lanes:]]
-        expected = reference(key, (counters[:lanes], *rest))  # type: ignore[arg-type]
+        expected = reference(key, (counters[:lanes], *rest))
         made = torch.zeros(expected.shape, dtype=torch.uint32, device=DEVICE)
         arguments = (torch.from_numpy(values).to(DEVICE) for values in (key, counters))
         _store_words[(1,)](*arguments, made, ROUNDS=rounds, SIZE=lanes)

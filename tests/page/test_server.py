@@ -12,6 +12,7 @@ import threading
 import pytest
 
 from quell.errors import QuellError
+from quell.planning import Prices
 from quell.progress import announce
 from quell.run import Run
 from quell.serve import desk as live
@@ -145,6 +146,13 @@ def test_a_draft_is_a_sound_plan_under_fixed_batches():
     assert draft_plan(SETUP).mechanism.rmse < draft.mechanism.rmse
 
 
+def test_a_preview_compares_with_the_same_dpsgd_as_the_full_plan():
+    run = SETUP.changed(sampling="best")
+    preview = Desk().answer(Question(run, True, "a"))
+    assert preview["baseline"]["sampling"] == "poisson"
+    assert preview["baseline"]["rmse"] == Prices(run).dpsgd.rmse
+
+
 def test_only_the_latest_question_of_a_page_is_answered(monkeypatch):
     started, proceed, seen = threading.Event(), threading.Event(), []
 
@@ -156,9 +164,10 @@ def test_only_the_latest_question_of_a_page_is_answered(monkeypatch):
         return run
 
     monkeypatch.setattr(live, "draft_plan", slow)
-    monkeypatch.setattr(live, "answers", lambda run, thorough: None)
+    monkeypatch.setattr(live, "answers", lambda run, thorough, prices: None)
     monkeypatch.setattr(live, "page_content", lambda run, _, thorough: {"epsilon": run.epsilon})
-    desk, outcomes = Desk(), {}
+    desk = Desk()
+    outcomes: dict[float, dict | None] = {}
 
     def put(epsilon, page):
         try:

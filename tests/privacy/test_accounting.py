@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from simulation import Patterns, agrees, simulated_delta
 
 from quell import privacy, strategy, workload
 from quell.errors import QuellError
@@ -15,6 +14,7 @@ from quell.privacy import mixture as balls_in_bins
 from quell.privacy.accountant import FAILURE_SHARE, round_up
 from quell.schemes import BallsInBins, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy.structure import ToeplitzStrategy
+from tests.privacy.simulation import Patterns, agrees, simulated_delta
 
 N, B, SIGMA, EPSILON = 12, 4, 2.0, 0.8
 
@@ -54,7 +54,7 @@ def test_a_guarantee_covers_what_its_own_sampler_does(scheme, name, parameters):
 
 
 def test_calibration_certification_and_both_inverses_agree():
-    scheme = BallsInBins(40, 8)
+    scheme = BallsInBins(24, 6)
     built = build(scheme, "bisr", bands=4)
     found = privacy.calibrate(built, scheme, 1.0, 1e-4)
     assert found.failure_probability == pytest.approx(1e-6)
@@ -66,7 +66,7 @@ def test_calibration_certification_and_both_inverses_agree():
     assert privacy.epsilon(built, scheme, found.noise_multiplier, 1e-4).epsilon == pytest.approx(1.0, rel=0.03)
     about = privacy.estimate(built, scheme, 1.0, 1e-4)
     assert about.noise_multiplier < found.noise_multiplier < about.noise_multiplier * 1.015
-    unamplified = privacy.calibrate(built, Cyclic(40, 8), 1.0, 1e-4)
+    unamplified = privacy.calibrate(built, Cyclic(24, 6), 1.0, 1e-4)
     assert found.noise_multiplier < unamplified.noise_multiplier
     assert privacy.calibrate(built, scheme, 1.0, 1e-4) == found  # seeds are fixed
     with pytest.raises(QuellError, match="is not certified to be"):
@@ -209,7 +209,7 @@ def test_negative_strategies_and_schemes_without_accountant_are_refused():
 
 
 def test_comparing_more_certificates_costs_a_little_noise_not_soundness():
-    scheme = BallsInBins(40, 8)
+    scheme = BallsInBins(24, 6)
     built = build(scheme, "bisr", bands=4)
     one, many = (privacy.calibrate(built, scheme, 1.0, 1e-4, comparisons=m).noise_multiplier for m in (1, 1000))
     assert one <= many <= one * 1.01

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy.special import logsumexp
-from simulation import Patterns
 
 from quell import strategy, workload
 from quell.privacy.chain import ChainPair
 from quell.schemes import BMinSep
 from quell.strategy.structure import ToeplitzStrategy
+from tests.privacy.simulation import Patterns
 
 
 @pytest.mark.parametrize(("n", "b", "rate"), [(7, 3, 0.4), (9, 4, 0.8), (6, 6, 0.3), (5, 1, 0.5), (8, 3, 0.01)])

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 from scipy import integrate, stats
-from simulation import Patterns, simulated_delta
 
 from quell.privacy.gaussian import gaussian_delta
 from quell.privacy.orthogonal import orthogonal_delta
+from tests.privacy.simulation import Patterns, simulated_delta
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])

@@ -80,9 +80,26 @@ def test_rounding_of_many_rounds_never_understates(rounds, epsilon, wanted):
     ],
 )
 def test_estimates_for_searches_agree_with_the_library(rounds, rate, sigma, epsilon):
-    careful, _ = CoinAccountant(((rounds, 1.0),), rate).estimate(sigma, epsilon, careful=True)
-    assert coin_delta([(rounds, sigma)], rate, epsilon) == pytest.approx(careful, rel=0.01)
-    assert coin_epsilon([(rounds, sigma)], rate, careful) == pytest.approx(epsilon, rel=0.002)
+    accountant = CoinAccountant(((rounds, 1.0),), rate)
+    library = accountant.certify(sigma, epsilon, 0.0)
+    assert library.lower > 0  # only the library gives one
+    assert library.lower <= accountant.estimate(sigma, epsilon, careful=True)[0] <= library.upper * 1.001
+    assert coin_delta([(rounds, sigma)], rate, epsilon) == pytest.approx(library.upper, rel=0.01)
+    assert coin_epsilon([(rounds, sigma)], rate, library.upper) == pytest.approx(epsilon, rel=0.002)
+
+
+@pytest.mark.parametrize("sigma", [0.3, 0.03, 1e-3, 1e-6, 1e6])
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_any_noise_is_priced_within_bounded_work(sigma, rate, monkeypatch):
+    """Little noise makes losses large: the library's grid had a billion cells at 0.03, and took minutes at 0.3."""
+    asked, composed = [], CoinAccountant._composed
+    monkeypatch.setattr(CoinAccountant, "_composed", lambda *given: (asked.append(given), composed(*given))[1])
+    scheme = Poisson(60, rate)
+    found = privacy.delta(identity(scheme), scheme, sigma, 2.0)
+    assert bool(asked) == (sigma >= 0.3)
+    present = 1 - (1 - rate) ** 60  # who was there in any step is seen, where there is no noise
+    assert found.delta >= (0.9 * present if sigma < 0.1 else 0.0)
+    assert found.delta <= gaussian_delta(sigma / math.sqrt(60), 2.0) * (1 + 1e-6)
 
 
 def test_estimates_for_searches_see_both_directions():

@@ -8,7 +8,6 @@ from itertools import combinations, combinations_with_replacement
 
 import numpy as np
 import pytest
-from simulation import Patterns, simulated_delta
 
 from quell import strategy, workload
 from quell.privacy import importance
@@ -18,6 +17,7 @@ from quell.privacy.chain import ChainPair
 from quell.privacy.orthogonal import FINE, orthogonal_delta
 from quell.privacy.tilting import Mean, Tilt, candidates, log_kappa, sampling_free
 from quell.schemes import BallsInBins, BMinSep
+from tests.privacy.simulation import Patterns, simulated_delta
 
 PROPOSALS = (
     Tilt(1.0),

@@ -10,6 +10,7 @@ import torch
 
 from quell.planning import Plan, Prices
 from quell.run import Run
+from quell.schemes import Poisson
 
 MECHANISMS = {
     "identity": {},
@@ -33,7 +34,8 @@ def small_plan(recommended: str = "bisr", alone: bool = False, **changes) -> Pla
 def unpriced_poisson_plan() -> Plan:
     """A plan with batches that are sometimes empty. Its noise is not calibrated for them: it promises nothing."""
     plan = small_plan("identity", alone=True, examples=12, batch_size=1, epochs=2)
-    mechanism = replace(plan.mechanism, claim=replace(plan.mechanism.guarantee, sampling="poisson"))
+    scheme = plan.prices.scheme(plan.mechanism.strategy, Poisson)
+    mechanism = replace(plan.mechanism, claim=replace(plan.mechanism.guarantee, sampling="poisson", scheme=scheme))
     return Plan(plan.run, (mechanism,), 0)
 
 

@@ -18,26 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pytorch.conftest import small_plan
-from pytorch.forks import fork
-from pytorch.training import examples
+from attacks.kills import Augmented, resume, save
 from quell.torch import make_private
-
-
-class Augmented(torch.utils.data.Dataset):
-    """Examples that come a little different each time."""
-
-    def __init__(self):
-        self.examples = examples()
-
-    def __len__(self):
-        return len(self.examples)
-
-    def __getitem__(self, index):
-        x, y = self.examples[index]
-        return x * random.choice([-1, 1]) + float(np.random.normal()), y
+from tests.pytorch.conftest import small_plan
+from tests.pytorch.forks import fork
 
 
 def build(key, mechanism, clipping):
@@ -47,7 +33,7 @@ def build(key, mechanism, clipping):
     plan = small_plan(mechanism, alone=True, epochs=4)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    return (plan, *make_private(model, optimizer, Augmented(), plan, key=key, clipping=clipping))
+    return (plan, *make_private(model, optimizer, Augmented(40), plan, key=key, clipping=clipping))
 
 
 def train(plan, model, optimizer, loader, after_step=lambda: None):
@@ -62,18 +48,7 @@ def train(plan, model, optimizer, loader, after_step=lambda: None):
 def live(folder: Path, mechanism: str, clipping: str, report: int) -> None:
     """Train from the last checkpoint to the end, writing a byte to `report` after each step."""
     plan, model, optimizer, loader = build(folder / "key", mechanism, clipping)
-    checkpoint = folder / "checkpoint.pt"
-
-    def save():
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-        torch.save(state, folder / "new.pt")
-        os.replace(folder / "new.pt", checkpoint)
-
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"], replay=True)
-        loader.load_state_dict(state["loader"])
+    resume(folder, model, optimizer, loader)
     log = (folder / "gradients.log").open("a", buffering=1)
     add = optimizer.run.noise.add_
 
@@ -86,7 +61,7 @@ def live(folder: Path, mechanism: str, clipping: str, report: int) -> None:
 
     def after_step():
         if optimizer.run.step % 3 == 0:
-            save()
+            save(folder, model, optimizer, loader)
         os.write(report, b".")
 
     train(plan, model, optimizer, loader, after_step)

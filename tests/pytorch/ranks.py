@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pytorch.conftest import small_plan, unpriced_poisson_plan
-from pytorch.forks import fork, wait_all
-from pytorch.training import examples
 from quell.errors import QuellError
 from quell.noise import Key, claims
 from quell.torch import make_private
+from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
+from tests.pytorch.forks import fork, wait_all
+from tests.pytorch.training import examples
 
 SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
     "ddp": ("layers", False, "bsr", "cyclic"),
@@ -40,7 +40,7 @@ def build(name: str, physical: int | None = None, width: int = 7):
             fully_shard(layer)
         fully_shard(model)
     plan = unpriced_poisson_plan() if sampling == "poisson" else small_plan(mechanism, alone=True, momentum=0.9)
-    momentum = plan.run.momentum
+    momentum = plan.run.optimizer.momentum
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=momentum)
     if name.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)

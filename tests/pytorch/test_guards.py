@@ -37,7 +37,7 @@ def test_batches_are_those_that_the_promise_is_about(sampling):
     plan = small_plan("identity", alone=True, sampling=sampling)
     noise = CorrelatedNoise(plan, {"w": torch.zeros(3)}, 1.0)
     batches = noise.batches(40)
-    wanted = {"cyclic": Cyclic(10, 5, shuffle=True), "balls_in_bins": BallsInBins(10, 5)}
+    wanted = {"cyclic": Cyclic(10, 5, participations=2, shuffle=True), "balls_in_bins": BallsInBins(10, 5)}
     assert batches.scheme == wanted[sampling]
     assert sorted(index for step in range(5) for index in batches.at(step)) == list(range(40))
     with pytest.raises(QuellError, match="41 examples, but the plan is for 40"):
@@ -47,15 +47,15 @@ def test_batches_are_those_that_the_promise_is_about(sampling):
 
 
 def test_estimates_and_looser_promises_are_refused(plan):
-    estimate = plan.prices.estimated(plan.mechanism.strategy, "cyclic")
+    estimate = plan.prices.estimate(plan.mechanism.strategy, Cyclic)
     loose = small_plan("bisr", epsilon=50.0).mechanism
     looser_delta = small_plan("bisr", delta=1e-3).mechanism
-    for mechanism, message in ((estimate, "only an estimate"), (loose, r"\(50, "), (looser_delta, r", 0.001\)-DP")):
+    for mechanism, message in ((estimate, "only estimated"), (loose, r"\(50, "), (looser_delta, r", 0.001\)-DP")):
         with pytest.raises(QuellError, match=message):
             private(plan, mechanism=mechanism)
         with pytest.raises(QuellError, match=message):
             CorrelatedNoise(plan, {"w": torch.zeros(3)}, 1.0, mechanism=mechanism)
-    with pytest.raises(QuellError, match="only an estimate"):
+    with pytest.raises(QuellError, match="only estimated"):
         CorrelatedNoise(estimate, {"w": torch.zeros(3)}, 1.0)
 
 
@@ -310,6 +310,10 @@ def test_arguments_that_are_something_else(plan):
     for arguments, message in cases:
         with pytest.raises(QuellError, match=message):
             make_private(model, *arguments)
+    with pytest.raises(QuellError, match=r"model is a str: pass the torch\.nn\.Module"):
+        make_private("resnet", optimizer, examples(), plan)
+    with pytest.raises(QuellError, match="noise_memory=-1 must be"):
+        make_private(model, optimizer, examples(), plan, noise_memory=-1)
 
 
 def test_a_sampler_that_is_not_used_is_a_warning(plan):

@@ -259,5 +259,5 @@ def test_a_loss_that_is_not_per_example_is_refused(plan, tmp_path):
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "quell.torch.huggingface")
-    with pytest.raises(QuellError, match="needs transformers and accelerate: pip install -c"):
+    with pytest.raises(QuellError, match=r"needs transformers and accelerate: pip install 'quell\[trainers\]'"):
         importlib.import_module("quell.torch.huggingface")

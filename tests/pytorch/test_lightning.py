@@ -102,5 +102,5 @@ def test_a_missing_package_is_named(monkeypatch):
     for name in ("lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "quell.torch.lightning")
-    with pytest.raises(QuellError, match="needs Lightning: pip install -c"):
+    with pytest.raises(QuellError, match=r"needs Lightning: pip install 'quell\[trainers\]'"):
         importlib.import_module("quell.torch.lightning")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -288,8 +290,13 @@ def test_what_make_private_refuses(plan):
 def test_a_mechanism_priced_for_fewer_participations(plan):
     once = small_plan("bisr", examples=80, batch_size=8, epochs=1)
     assert once.steps == plan.steps
-    with pytest.raises(QuellError, match=r"is not \(8, 1e-05\)-DP"):
+    with pytest.raises(QuellError, match=r"is not certified to be \(8, 1e-05\)-DP"):
         private(plan, mechanism=once.mechanism)
+    longer = replace(once, run=once.run.changed(batch_size=16, epochs=2))  # its rows were certified for one use
+    assert longer.steps == once.steps
+    model = network()
+    with pytest.raises(QuellError, match=r"is not certified to be \(8, 1e-05\)-DP"):
+        make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), examples(80), longer)
     own = plan.price("lambda_cgd", **{"lambda": 0.5})
     assert private(plan, mechanism=own)[1].noise_multiplier == own.noise_multiplier
     assert private(plan, mechanism="blt")[1].run.mechanism.name == "blt"

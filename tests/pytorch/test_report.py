@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from enumeration import by_enumeration
 
 import quell
 from quell.adapters.report import leading_block
 from quell.participation import Participation
 from quell.privacy import gaussian_epsilon
 from quell.torch import make_private
+from tests.enumeration import by_enumeration
 
 from .conftest import MECHANISMS, small_plan, unpriced_poisson_plan
 from .training import examples, network, seeded, train

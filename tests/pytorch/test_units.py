@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from quell import QuellError
 from quell.torch import make_private
+from quell.torch.engine.pieces import gathered, whole_norms
 
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import clipped_gradient, examples, network, seeded, train, without_noise
@@ -96,11 +97,10 @@ def test_presence_changes_nobody_elses_bits():
         if left_out is not None:
             x[left_out], y[left_out] = 0.0, 0
         engine = optimizer._engine
-        from quell.torch.engine import layers
 
         nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
         (pieces,) = engine.take_finished()
-        found.append(layers.whole_norms(layers.gathered(pieces).values()))
+        found.append(whole_norms(gathered(pieces).values()))
     others = torch.arange(8) != 2
     assert torch.equal(found[0][others], found[1][others])
     assert found[0][2] != found[1][2]

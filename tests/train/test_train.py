@@ -6,7 +6,6 @@ import json
 import runpy
 from pathlib import Path
 
-import documented
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from quell.run import Run
 from quell.show import words
 from quell.train import command, comparison
 from quell.train.models import build
+from tests import documented
 
 ROOT = Path(__file__).parent.parent.parent
 OPTIONS = ["--epochs", "2", "--batch-size", "20", "--epsilon", "8", "--delta", "1e-3", "--sampling", "cyclic"]
@@ -76,6 +76,20 @@ def test_train_shows_three_rows_and_writes_what_was_asked_for(file, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert "planned" in page
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_weights_and_report_are_written_before_anything_that_can_be_made_again(file, tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise QuellError("no space left")
+
+    for module, name in ((command.plots, "draw_training"), (command, "write_page"), (Plan, "save")):
+        monkeypatch.setattr(module, name, full_disk)
+    wanted = {"--save-weights": "w.pt", "--save-report": "r.md", "--save-plan": "p", "--plot": "p.png", "--html": "h"}
+    arguments = [part for option, name in wanted.items() for part in (option, str(tmp_path / name))]
+    with pytest.raises(QuellError, match="no space left"):
+        train(file, "--no-baselines", "--lr", "0.1", *arguments)
+    assert torch.load(tmp_path / "w.pt", weights_only=True)
+    assert "256 bits" in (tmp_path / "r.md").read_text()
 
 
 def test_a_model_without_privacy_learns_and_json_tells_all(file):
@@ -145,6 +159,8 @@ WRONG = {
     "lr=-1 must be positive": ["--lr", "-1"],
     "runs=0": ["--runs", "0"],
     "must end in .md or .json": ["--save-report", "report.pdf"],
+    "ending in .png, .svg or .pdf": ["--plot", "plot.foo"],
+    "it is a folder": ["--save-plan", "."],
     "there is no folder": ["--save-weights", "nowhere/weights.pt"],
     "larger than the data set": ["--batch-size", "1000"],
     "max_grad_norm": ["--clip", "0"],

@@ -14,7 +14,7 @@ from quell import privacy
 from quell.noise import Key
 from quell.privacy import Guarantee
 from quell.schemes import Batches
-from quell.show import statement
+from quell.show import statement, words
 from quell.strategy.structure import ToeplitzStrategy, describe
 
 if TYPE_CHECKING:
@@ -51,9 +51,11 @@ class PrivacyReport:
     versions: dict[str, str]
 
     def json(self) -> str:
+        """The report as a JSON object with one key per attribute."""
         return json.dumps(asdict(self), indent=2)
 
     def markdown(self) -> str:
+        """The report as a page for people, ready to be kept with the model."""
         return statement.report_markdown(self)
 
     def __str__(self) -> str:
@@ -94,7 +96,7 @@ def privacy_report(
         noise_multiplier=mechanism.noise_multiplier,
         max_grad_norm=max_grad_norm,
         expected_batch_size=batches.expected_size,
-        bound=f"{guarantee.method}, {guarantee.sensitivity.kind} sensitivity",
+        bound=f"{words.method(guarantee)}, {guarantee.sensitivity.kind} sensitivity",
         steps_done=step,
         steps=mechanism.strategy.steps,
         delta=guarantee.delta,

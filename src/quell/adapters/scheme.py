@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def scheme_of(plan: Plan, mechanism: Mechanism) -> Scheme:
-    """The sampling scheme that the mechanism's guarantee is about; refused where it does not hold under the plan's."""
+    """The plan's way of forming batches for a mechanism; refused if the mechanism's promise does not hold under it."""
     promised = mechanism.guarantee
     scheme = plan.prices.scheme_of(mechanism)
-    if all(mechanism is not row for row in plan.mechanisms):  # priced elsewhere, perhaps for fewer participations
+    if promised.scheme != scheme:  # certified for another run, perhaps with fewer participations
         certify(mechanism.strategy, scheme, mechanism.noise_multiplier, promised.epsilon, promised.delta)
     return scheme.for_training()

@@ -17,7 +17,7 @@ With B = 1 this is the scalar recursion W[i, i-d] = Σ_k h_k W[i-k, i-d], h_k = 
 turns it into matrix products whose kernel, `add_product`, is as fast as a BLAS. W is kept only for a *segment* of
 rows: the forward pass saves W[window, window] at the start of each segment and the backward pass recomputes the
 segment from there. That makes 8 m² operations a row instead of 6 m², but memory beyond input and gradient stays
-small and everything in use stays in cache.
+small and everything in use stays in cache. In short runs all of W is kept.
 
 All loops are serial, so results cannot depend on the number of threads. Fusing a multiplication with an addition
 (`contract`) is the only liberty the compiler gets: infinities and nans behave as usual. Matrices are passed
@@ -29,13 +29,17 @@ import math
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from quell.algebra._compile import compiled
 
-TILE = 8  # rows and columns of a register tile; blocks and windows are multiples of it
+TILE = 8  # rows and columns that blocks and windows are multiples of
+# Rows of a register tile: its sums must fit into the vector registers, of which AVX-512 has 32 and others 16.
+ROWS = TILE if get_host_cpu_features().get("avx512vl", False) else TILE // 2
+KEPT = 2_000_000  # numbers in W up to which it is kept for the backward pass
 
 
 @compiled()
@@ -49,15 +53,17 @@ def banded_loss_and_gradient(theta, inverse_norms, inverse, weights, window, blo
     segments = (n + segment - 1) // segment
     both, stride = window + block, row_stride(window, segment)
     last = segment * stride + segment  # where the last window of a segment starts
-    w, p = np.zeros((window + segment) * stride), np.empty((window + segment) * stride)
+    size = (window + segment) * stride
+    kept = segments if segments * size <= KEPT else 1  # short runs need not compute W a second time
+    all_w, all_x, p = np.zeros((kept, size)), np.empty((kept, segment * both)), np.empty(size)
     saved, carried = np.empty(segments * window * window), np.zeros(window * window)
-    x, slopes = np.empty(segment * both), np.empty(segment * both)
+    slopes = np.empty(segment * both)
     room, spare, strip = np.empty(block * both + TILE * TILE), np.empty(block * both), np.empty(bands)
 
     loss = 0.0
     for g in range(segments):
-        first = g * segment
-        copy(w, last, stride, saved, g * window * window, window, window, window)
+        first, x, w = g * segment, all_x[g % kept], all_w[g % kept]
+        copy(all_w[(g - 1) % kept], last, stride, saved, g * window * window, window, window, window)
         copy(saved, g * window * window, window, w, 0, stride, window, window)
         fill_rows(theta, inverse_norms, inverse, first, window, block, strip, x)
         advance(window, block, x, room, w, stride)
@@ -74,9 +80,9 @@ def banded_loss_and_gradient(theta, inverse_norms, inverse, weights, window, blo
 
     dots[:], done = 0.0, n
     for g in range(segments - 1, -1, -1):
-        first = g * segment
+        first, x, w = g * segment, all_x[g % kept], all_w[g % kept]
         count = min(segment, n - first)
-        if g < segments - 1:
+        if g < segments - kept:
             copy(saved, g * window * window, window, w, 0, stride, window, window)
             fill_rows(theta, inverse_norms, inverse, first, window, block, strip, x)
             advance(window, block, x, room, w, stride)
@@ -360,7 +366,7 @@ def transpose(source, s_at, s_stride, target, t_at, t_stride, rows, cols):
 
 @intrinsic
 def add_tile(typing, a, a_at, down, right, b, b_at, b_stride, c, c_at, c_stride, inner):
-    """One TILE x TILE tile of `add_product`, with the sums held in vector registers over the whole inner loop.
+    """One ROWS x TILE tile of `add_product`, with the sums held in vector registers over the whole inner loop.
 
     Written in LLVM's own terms because its vectoriser, given plain loops, reloads and stores c at every term:
     that costs two thirds of the speed on matrices this small. LLVM splits the eight-wide vectors as the
@@ -384,12 +390,12 @@ def add_tile(typing, a, a_at, down, right, b, b_at, b_stride, c, c_at, c_stride,
         def times(count, stride):
             return builder.mul(ir.Constant(stride.type, count), stride)
 
-        targets = [row(c_data, builder.add(c_at, times(i, c_stride))) for i in range(TILE)]
+        targets = [row(c_data, builder.add(c_at, times(i, c_stride))) for i in range(ROWS)]
         sums = [cgutils.alloca_once_value(builder, builder.load(target, align=8)) for target in targets]
         with cgutils.for_range(builder, inner) as loop:
             values = builder.load(row(b_data, builder.add(b_at, builder.mul(loop.index, b_stride))), align=8)
             at = builder.add(a_at, builder.mul(loop.index, right))
-            for i in range(TILE):
+            for i in range(ROWS):
                 factor = builder.load(builder.gep(a_data, [builder.add(at, times(i, down))]))
                 spread = builder.insert_element(nothing, factor, ir.Constant(lane, 0))
                 spread = builder.shuffle_vector(spread, nothing, ir.Constant(ir.VectorType(lane, TILE), [0] * TILE))
@@ -412,7 +418,7 @@ def add_product(a, a_at, down, right, b, b_at, b_stride, c, c_at, c_stride, rows
     for k in range(0, inner, 128):  # eight columns of 128 rows of b stay in the first-level cache
         deep = min(128, inner - k)
         for j in range(0, cols, TILE):
-            for i in range(0, rows, TILE):
+            for i in range(0, rows, ROWS):
                 add_tile(
                     a,
                     a_at + i * down + k * right,

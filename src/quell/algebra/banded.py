@@ -215,4 +215,4 @@ def _sizes(width: int) -> tuple[int, int, int]:
     window = max(width - 1, 1)
     block = 8 if window <= 64 else 16 if window <= 128 else 32
     window = -(-window // block) * block
-    return window, block, max(96, 2 * window)
+    return window, block, max(64, 2 * window)

@@ -1,6 +1,6 @@
 """Minimise a smooth function: L-BFGS with a weak-Wolfe line search, for four unknowns or sixteen million.
 
-Every optimal strategy in Quell (banded, dense, Toeplitz, BLT) is the minimum of a smooth loss whose gradient
+Nearly every optimal strategy in Quell (banded, Toeplitz, BLT) is the minimum of a smooth loss whose gradient
 is written by hand. Three needs made us write these few lines rather than call `scipy.optimize`:
 
 * a trial step may make C⁻¹ overflow; the loss is then +inf or nan, which must mean "step too long" and
@@ -34,6 +34,7 @@ _SUFFICIENT_DECREASE = 1e-4
 _CURVATURE = 0.9
 _ROUNDING = 1e-14  # relative noise we expect in a loss that sums many terms
 _MAX_TRIALS = 60  # trial steps in one line search
+_REFRESH = 3  # steps after which Newton's model is made anew
 _PIECE = 8192  # OpenBLAS splits a dot product between threads above 10,000 entries
 
 
@@ -70,6 +71,7 @@ def minimise(
     improvement_tolerance: float = 1e-14,
     patience: int = 3,
     precondition: Callable[[Array], None] | None = None,
+    newton: Callable[[Array], Callable[[Array], None]] | None = None,
     history_dtype: npt.DTypeLike = np.float64,
     overwrite_start: bool = False,
     on_iteration: Callable[[Convergence], None] | None = None,
@@ -89,6 +91,8 @@ def minimise(
         patience: see improvement_tolerance.
         precondition: multiplies a vector (x's shape) in place by a fixed symmetric positive definite
             approximation of the inverse Hessian, up to scale.
+        newton: makes such a preconditioner, to scale, for a point. It is made for the start and again every
+            few steps, and its steps are tried at full length.
         history_dtype: float32 halves the memory of the history; x and gradient stay float64.
         overwrite_start: use `start` as workspace (its values are lost): one vector less.
         on_iteration: called after every accepted step, for instance to draw a progress bar.
@@ -111,6 +115,8 @@ def minimise(
 
     trial, direction = np.empty_like(point), np.empty_like(point)
     memory = _Memory(history, np.dtype(history_dtype), precondition, shape)
+    if newton is not None:
+        memory.precondition = newton(point.reshape(shape))
     best, small_steps = loss, 0
     so_far = Convergence(0, 1, loss, _largest(gradient), math.inf, False, "Still descending.")
 
@@ -128,8 +134,12 @@ def minimise(
             memory.clear()
             slope = memory.descend(gradient, direction)
         step, length = 1.0, math.sqrt(_dot(direction, direction)) if len(memory) == 0 else 0.0
-        if length > 0.0:  # no curvature known yet: move x by about a percent, the search stretches it if need be
+        if (
+            length > 0.0 and newton is None
+        ):  # no curvature known yet: move x by about a percent, the search stretches it if need be
             step = max(0.01 * math.sqrt(_dot(point, point)), 1e-3) / length
+        elif length > 0.0:  # a model of here says little about points farther away than x is long
+            step = min(1.0, max(math.sqrt(_dot(point, point)), 1.0) / length)
 
         found = _search(objective, point, loss, slope, direction, step, best, trial, shape)
         so_far = replace(so_far, evaluations=so_far.evaluations + found.evaluations)
@@ -156,6 +166,9 @@ def minimise(
         )
         if on_iteration is not None:
             on_iteration(so_far)
+        if newton is not None and so_far.iterations % _REFRESH == 0:
+            memory.clear()
+            memory.precondition = newton(point.reshape(shape))
 
 
 def _stop(so_far: Convergence, converged: bool, reason: str) -> Convergence:
@@ -301,13 +314,12 @@ def _dot(a: Vector, b: Vector) -> float:
 
 def _add_scaled(out: Array, factor: float, values: Vector, other: Vector | None) -> float:
     """out += factor·values; return out·other (0 without one), in one pass over memory."""
-    total = 0.0
-    for k in _starts(out):
-        piece = out[k : k + _PIECE]
-        piece += factor * values[k : k + _PIECE]
-        if other is not None:
-            total += float(piece @ other[k : k + _PIECE])
-    return total
+    if out.size > _PIECE:
+        from quell.algebra._vectors import add_scaled  # compiled code, for long vectors only
+
+        return float(add_scaled(out, factor, values, values if other is None else other))
+    out += factor * values
+    return 0.0 if other is None else float(out @ other)
 
 
 def _move(out: Array, point: Array, step: float, direction: Array) -> None:

@@ -34,3 +34,38 @@ def recursion(divisor: Array, values: Array) -> Array:
     if values.ndim == 2:
         return np.stack([recursion(divisor, column) for column in values.T], axis=1)
     return np.asarray(_recursion(*(np.ascontiguousarray(each, dtype=np.float64) for each in (divisor, values))))
+
+
+@compiled("float64[::1](float64[::1], int64, float64)")
+def _impulse_response(divisor, most, vanished):  # type: ignore[no-untyped-def]
+    out = np.empty(most)
+    lags = len(divisor) - 1
+    shares = divisor[1:] / divisor[0]
+    waiting = np.zeros(lags + 1)
+    now, largest, quiet = 1.0 / divisor[0], 0.0, 0
+    for t in range(most):
+        if t:
+            now = waiting[0]
+        for lag in range(lags):
+            waiting[lag] = waiting[lag + 1] - shares[lag] * now
+        out[t] = now
+        size = abs(now)
+        if not size < 1e150:
+            out[t] = np.inf
+            return out[: t + 1].copy()
+        largest = max(largest, size)
+        quiet = quiet + 1 if size <= vanished * largest else 0
+        if quiet > lags:  # nothing that later terms depend on is left
+            return out[: t + 1].copy()
+    return out
+
+
+def impulse_response(divisor: Array, most: int, vanished: float) -> Array:
+    """The coefficients of 1 / divisor until they stay below `vanished` times the largest, `most` of them at most.
+
+    One that explodes ends in an infinite coefficient.
+
+    >>> impulse_response(np.array([1.0, -0.5]), 100, 0.2)
+    array([1.    , 0.5   , 0.25  , 0.125 , 0.0625])
+    """
+    return np.asarray(_impulse_response(np.ascontiguousarray(divisor, dtype=np.float64), most, vanished))

@@ -10,118 +10,38 @@ place of the norm, such as that under amplification (`quell.algebra.overlaps`). 
 the transposed system, which is the same recursive filter run backwards, so loss and gradient cost two filters
 and p dot products.
 
-An SGD workload's series ends in one slow exponential, a_t → κ·ρ^t (ρ = 1 for prefix sums), and so does w once
-the transient of the few coefficients has died out: w_t → K·ρ^t. The sum over t is therefore split at a horizon:
-filtered exactly before it, in closed form after it. Its cost then does not grow with n. `Tail.covers` checks,
-on the numbers themselves, that the transient is below rounding; the optimisers widen the horizon until it is.
+The sum over t is that of `quell.algebra.decoder`, whose horizon the optimisers widen until it is far enough.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from quell._types import Array
+from quell.algebra.decoder import Decoder, backwards, correlate, dot
 from quell.algebra.descent import Convergence, minimise
-from quell.algebra.recursion import recursion
+from quell.algebra.recursion import impulse_response, recursion
 from quell.errors import QuellError
 
-_SETTLED = 1e-9  # transient left at the horizon, relative: it decays further, and the final error is computed afresh
-_NEGLIGIBLE = 1e-16
-_VANISHED = 1e-9  # size of c at the horizon, relative: its square is what is left out
+_VANISHED = 1e-9  # size of c where it is cut off, relative: its square is what is left out
 _ITERATIONS, _IMPROVEMENT = 3000, 1e-9
+_FIRST_STEPS = 30  # by gradients alone, before second derivatives are worth their price
 _LEAST_START, _ROUGHLY = 1e-12, 1e-7  # for energies that are about right themselves
-
-
-@dataclass(frozen=True, eq=False)
-class Decoder:
-    """Σ v_t·w_t² over n steps, for w = a/c or a·θ. `numerator/denominator` is a's series, of any length."""
-
-    steps: int
-    numerator: Array
-    denominator: Array
-    last_only: bool = False
-    horizon: int = 0  # 0: filter all n steps
-    rate: float = 0.0  # ρ and κ: a_t → κ·ρ^t
-    residue: float = 0.0
-
-    @property
-    def length(self) -> int:
-        return min(self.horizon, self.steps) or self.steps
-
-    @cached_property
-    def weights(self) -> Array:
-        steps = np.arange(self.length, dtype=np.float64)
-        return np.ones(self.length) if self.last_only else self.steps - steps
-
-    @cached_property
-    def tail_weight(self) -> float:
-        """Σ_{t ≥ horizon} v_t·ρ^{2t}."""
-        left = self.steps - self.length
-        if self.rate == 1.0:
-            return float(left) if self.last_only else 0.5 * left * (left + 1.0)
-        later = np.arange(self.length, self.steps, dtype=np.float64)
-        return float(np.sum((1.0 if self.last_only else self.steps - later) * self.rate ** (2 * later)))
-
-    @cached_property
-    def workload(self) -> Array:
-        return self._filter(self.numerator)
-
-    def _filter(self, values: Array) -> Array:
-        padded = np.zeros(self.length)
-        padded[: len(values)] = values[: self.length]
-        return recursion(self.denominator, padded)
-
-    def _powers(self, count: int) -> Array:
-        """ρ^{-j}: how coefficient j of a factor counts in the tail."""
-        return self.rate ** -np.arange(count, dtype=np.float64)
-
-    def of_quotient(self, c: Array) -> tuple[float, Array, bool]:
-        """Loss, gradient in c, and whether the horizon was far enough, for w = a/c."""
-        w = recursion(c, self.workload)
-        adjoint = _backwards(c, 2 * self.weights * w)
-        gradient = -_correlate(adjoint, w, len(c))
-        loss = _dot(self.weights, w * w)
-        if self.length == self.steps:
-            return loss, gradient, True
-        powers = self._powers(len(c))
-        at_pole = float(powers @ c)
-        constant = self.residue / at_pole
-        loss += constant**2 * self.tail_weight
-        gradient -= 2 * constant**2 * self.tail_weight / at_pole * powers
-        return loss, gradient, self._covers(w, constant, len(c))
-
-    def of_product(self, theta: Array) -> tuple[float, Array, bool]:
-        """Loss, gradient in θ, and whether the horizon was far enough, for w = a·θ."""
-        w = self._filter(np.convolve(theta, self.numerator)[: self.length])
-        weighted = 2 * self.weights * w
-        gradient = _correlate(weighted, self.workload, len(theta))
-        loss = _dot(self.weights, w * w)
-        if self.length == self.steps:
-            return loss, gradient, True
-        powers = self._powers(len(theta))
-        constant = self.residue * float(powers @ theta)
-        loss += constant**2 * self.tail_weight
-        gradient += 2 * constant * self.tail_weight * self.residue * powers
-        return loss, gradient, self._covers(w, constant, len(theta))
-
-    def _covers(self, w: Array, constant: float, bands: int) -> bool:
-        """Whether w has settled to K·ρ^t: its last `bands` entries decide all later ones."""
-        last = np.arange(max(0, self.length - bands), self.length)
-        settled = constant * self.rate**last
-        return bool(np.all(np.abs(w[last] - settled) <= _SETTLED * np.abs(settled) + _NEGLIGIBLE * np.abs(w).max()))
+_LEAST_BEND = 1e-12  # curvature, relative: less is rounding
 
 
 Energy = Callable[[Array], tuple[float, Array]]  # of c ≥ 0, and its gradient
+Expansion = Callable[[Array], tuple[Array, Callable[[Array], Array]]]  # free parameters to coefficients, slopes back
 
 
 def _squared_norm(c: Array) -> tuple[float, Array]:
     """‖c‖²: with no more bands than the separation, all that sensitivity depends on."""
-    return _dot(c, c), 2 * c
+    return dot(c, c), 2 * c
 
 
 def leftmost_energy(c: Array, steps: int, separation: int, count: int) -> tuple[float, Array]:
@@ -130,7 +50,7 @@ def leftmost_energy(c: Array, steps: int, separation: int, count: int) -> tuple[
     if length <= separation:  # columns do not overlap: `count` copies, the last cut off at the end
         weights = np.full(length, float(count))
         weights[min(last, length) :] -= 1.0
-        return _dot(weights, c * c), 2 * weights * c
+        return dot(weights, c * c), 2 * weights * c
     blocks = -(-steps // separation)
     stacked = np.zeros((blocks, separation))
     stacked.reshape(-1)[:length] = c
@@ -142,20 +62,38 @@ def leftmost_energy(c: Array, steps: int, separation: int, count: int) -> tuple[
     return float(np.sum(np.square(total))), 2 * later[::-1].reshape(-1)[:length]
 
 
-def energy_of_inverse(theta: Array, energy: Energy, steps: int, length: int) -> tuple[float, Array, bool]:
-    """The energy of |c| for c = 1/θ, its gradient in θ, and whether `length` terms of c were enough.
+def energy_of_inverse(theta: Array, energy: Energy, steps: int) -> tuple[float, Array]:
+    """The energy of |c| for c = 1/θ, and its gradient in θ; c is followed until it has vanished.
 
     With |c| instead of c the sum cannot be made small by columns that cancel: no example is bound to make them
     cancel.
     """
-    length = min(length, steps)
-    impulse = np.zeros(length)
-    impulse[0] = 1.0
-    c = recursion(theta, impulse)
-    enough = length == steps or float(np.abs(c[-len(theta) :]).max()) <= _VANISHED * float(np.abs(c).max())
+    c = impulse_response(theta, steps, _VANISHED)
+    if math.isinf(c[-1]):
+        return math.inf, np.zeros_like(theta)
     value, slope = energy(np.abs(c))
-    adjoint = _backwards(theta, slope * np.sign(c))
-    return value, -_correlate(adjoint, c, len(theta)), enough
+    adjoint = backwards(theta, slope * np.sign(c))
+    return value, -correlate(adjoint, c, len(theta))
+
+
+def curvature_of_inverse(theta: Array, energy: Energy, steps: int) -> Array:
+    """About the Hessian of ln energy(|1/θ|) in θ: exactly it for a quadratic energy of a c ≥ 0 that dies out.
+
+    The derivatives of c = 1/θ are shifts of powers of c, ∂c/∂θ_j = −x^j·c² and ∂²c/∂θ_i∂θ_j = 2·x^{i+j}·c³, and a
+    quadratic energy takes c² to half the gradient there. All p² entries hence come from 3p products of sequences.
+    """
+    count = len(theta)
+    c = impulse_response(theta, steps, _VANISHED)
+    value, slope = energy(np.abs(c))
+    signs = np.sign(c)
+    square = recursion(theta, c)
+    spread = energy(np.abs(square))[1] * np.sign(square)
+    first = -correlate(slope * signs, square, count) / value
+    lags = correlate(spread, square, count)
+    bends = 2 * correlate(slope * signs, recursion(theta, square), 2 * count - 1)
+    order = np.arange(count)
+    hessian = lags[np.abs(order[:, None] - order)] + bends[order[:, None] + order]
+    return np.asarray(hessian / value - np.outer(first, first))
 
 
 def minimise_quotient(
@@ -182,25 +120,56 @@ def minimise_quotient(
 
 
 def minimise_product(
-    decoder: Decoder, start: Array, energy: Energy, on_iteration: Callable[[Convergence], None] | None = None
+    decoder: Decoder,
+    start: Array,
+    energy: Energy,
+    smooth: bool,
+    on_iteration: Callable[[Convergence], None] | None = None,
 ) -> tuple[Array, Convergence]:
     """The θ with θ_0 = 1 that minimises energy(|1/θ|)·Σ v_t·w_t² for w = a·θ, from such a start.
 
     At the optimum θ nearly vanishes at 1: one root is very slow, and the loss depends on its distance from 1 in
-    relative terms. The search therefore runs first over θ = (1 − λx)·φ with λ = 1 − e^{−s}, then over θ itself.
+    relative terms. The search therefore runs first over θ = (1 − λx)·φ with λ = 1 − e^{−s}, then over θ itself. In long
+    runs the loss is too unevenly curved for gradients alone; where it is `smooth`, that is where 1/θ stays positive or
+    its columns do not overlap, the search goes on with second derivatives once it is near.
     """
 
     def loss(theta: Array, now: Decoder) -> tuple[float, Array, bool]:
         error, slope, covered = now.of_product(theta)
-        value, rise, enough = energy_of_inverse(theta, energy, now.steps, now.length)
-        return error * value, slope * value + error * rise, covered and enough
+        value, rise = energy_of_inverse(theta, energy, now.steps)
+        return error * value, slope * value + error * rise, covered
 
-    theta, how = _minimise_log(loss, decoder, _split_slowest(start), _slowest_apart, on_iteration)
-    theta, polished = _minimise_log(loss, decoder, theta[1:], _all_but_first, on_iteration)
-    if not polished.iterations:  # from a minimum of the first search the second may find no step at all
-        return theta, how
-    converged = polished.converged or (how.converged and polished.iterations < _ITERATIONS)
-    return theta, replace(polished, iterations=how.iterations + polished.iterations, converged=converged)
+    form = decoder.product_form(len(start)) if smooth else np.zeros((0, 0))  # a longer horizon would hardly change it
+
+    def curvature(theta: Array) -> Array:
+        slope = form @ theta
+        error = theta @ slope
+        quadratic = 2 * form / error - 4 * np.outer(slope, slope) / error**2
+        return np.asarray(quadratic + curvature_of_inverse(theta, energy, decoder.steps))
+
+    def search(free: Array, expand: Expansion, **options: Any) -> tuple[Array, Convergence]:
+        return _minimise_log(loss, decoder, free, expand, on_iteration, **options)
+
+    if not smooth:
+        theta, how = search(_split_slowest(start), _slowest_apart)
+        theta, polished = search(theta[1:], _all_but_first)
+        return theta, _then(how, polished)
+    theta, how = search(_split_slowest(start), _slowest_apart, most=_FIRST_STEPS)
+    theta, closer = search(_split_slowest(theta), _slowest_apart, curvature=curvature)
+    theta, polished = search(theta[1:], _all_but_first, curvature=curvature)
+    return theta, _then(_then(how, closer), polished)
+
+
+def _then(first: Convergence, second: Convergence) -> Convergence:
+    """How two searches went, the second from where the first stopped. At a minimum it may find no step at all."""
+    if not second.iterations:
+        return first
+    return replace(
+        second,
+        iterations=first.iterations + second.iterations,
+        evaluations=first.evaluations + second.evaluations,
+        converged=second.converged or (first.converged and second.iterations < _ITERATIONS),
+    )
 
 
 def _all_but_first(free: Array) -> tuple[Array, Callable[[Array], Array]]:
@@ -223,7 +192,7 @@ def _slowest_apart(free: Array) -> tuple[Array, Callable[[Array], Array]]:
 
     def pull(slope: Array) -> Array:
         by_phi = slope[:-1] - (1.0 - rest) * slope[1:]
-        return np.concatenate([[-rest * _dot(slope[1:], phi)], by_phi[1:]])
+        return np.concatenate([[-rest * dot(slope[1:], phi)], by_phi[1:]])
 
     return np.convolve([1.0, rest - 1.0], phi), pull
 
@@ -243,14 +212,17 @@ def _minimise_log(
     loss: Callable[[Array, Decoder], tuple[float, Array, bool]],
     decoder: Decoder,
     free: Array,
-    expand: Callable[[Array], tuple[Array, Callable[[Array], Array]]],
+    expand: Expansion,
     on_iteration: Callable[[Convergence], None] | None,
     improvement: float = _IMPROVEMENT,
+    most: int | None = None,
+    curvature: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Convergence]:
     """Minimise the logarithm of a loss of the coefficients `expand`ed from free parameters.
 
     A point that its horizon does not cover has no loss: a sum cut short is too small, and a search would run after
     it. When a search got stuck at such points the horizon is widened and it goes on from where it stopped.
+    With a `curvature`, the Hessian of the logarithm in the coefficients, the search takes Newton's steps.
     """
     met_the_edge = False
 
@@ -264,6 +236,17 @@ def _minimise_log(
             return math.inf, np.zeros_like(x)
         return math.log(value), pull(slope / value)
 
+    def newton(x: Array) -> Callable[[Array], None]:
+        coefficients, pull = expand(x)
+        change = np.array([pull(unit) for unit in np.eye(len(coefficients))])  # of the coefficients, along x
+        bends, axes = np.linalg.eigh(change.T @ curvature(coefficients) @ change)  # type: ignore[misc]
+        bends = np.maximum(np.abs(bends), _LEAST_BEND * np.abs(bends).max())
+
+        def precondition(vector: Array) -> None:
+            vector[:] = axes @ ((axes.T @ vector) / bends)
+
+        return precondition
+
     while True:
         if math.isfinite(objective(free)[0]):
             met_the_edge = False
@@ -271,28 +254,13 @@ def _minimise_log(
                 objective,
                 free,
                 history=20,
-                max_iterations=_ITERATIONS,
+                max_iterations=most or _ITERATIONS,
                 improvement_tolerance=improvement,
+                newton=newton if curvature and len(free) else None,
                 on_iteration=on_iteration,
             )
-            if how.converged or not met_the_edge:
+            if how.converged or not met_the_edge or how.iterations == most:
                 return expand(free)[0], how
         if decoder.length == decoder.steps:
             raise QuellError("the search for an optimal strategy starts where its error overflows: use fewer bands")
         decoder = replace(decoder, horizon=4 * decoder.length)
-
-
-def _backwards(divisor: Array, values: Array) -> Array:
-    """Solve the transposed Toeplitz system: the recursive filter on reversed time."""
-    return recursion(divisor, values[::-1])[::-1]
-
-
-def _correlate(later: Array, earlier: Array, lags: int) -> Array:
-    """Σ_i later_i·earlier_{i−j} for j < lags."""
-    n = len(later)
-    return np.array([_dot(later[j:], earlier[: n - j]) for j in range(lags)])
-
-
-def _dot(left: Array, right: Array) -> float:
-    """A product that no BLAS splits between threads: the result must not depend on how many there are."""
-    return float(np.einsum("i,i", left, right))

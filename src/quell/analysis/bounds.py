@@ -14,7 +14,7 @@ import numpy as np
 from scipy import linalg
 
 from quell._types import Array
-from quell.errors import QuellError
+from quell.errors import require_same_steps
 from quell.participation import Participation
 from quell.workload import Workload
 
@@ -36,8 +36,7 @@ def lower_bound(workload: Workload, participation: Participation) -> LowerBound:
     >>> lower_bound(prefix(4), Participation(4, separation=1))
     LowerBound(value=2.7386127875258306, method='participation')
     """
-    if workload.steps != participation.steps:
-        raise QuellError(f"the workload has {workload.steps:,} steps but the participation {participation.steps:,}")
+    require_same_steps(workload=workload.steps, participation=participation.steps)
     candidates = (participation_bound(workload, participation), nuclear_bound(workload, participation))
     return max(candidates, key=lambda bound: bound.value)
 

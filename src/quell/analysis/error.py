@@ -18,7 +18,7 @@ import numpy as np
 
 from quell._types import Array
 from quell.algebra import series
-from quell.errors import QuellError
+from quell.errors import QuellError, require_same_steps
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 from quell.workload import Workload
 
@@ -50,8 +50,7 @@ def error(strategy: Strategy, workload: Workload) -> Error:
 
 def query_variances(strategy: Strategy, workload: Workload) -> Array:
     """(n,) squared row norms of B = A·C⁻¹."""
-    if strategy.steps != workload.steps:
-        raise QuellError(f"the strategy has {strategy.steps:,} steps but the workload {workload.steps:,}")
+    require_same_steps(strategy=strategy.steps, workload=workload.steps)
     with np.errstate(over="ignore", invalid="ignore"):
         variances = _exact_variances(strategy, workload)
     if not np.all(np.isfinite(variances)) or not np.all(variances > 0):

@@ -19,7 +19,7 @@ from scipy import fft
 
 from quell._types import Array
 from quell.algebra import series
-from quell.errors import QuellError
+from quell.errors import QuellError, require_same_steps
 from quell.participation import Participation
 from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
 
@@ -56,8 +56,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> Sensitivity
     >>> sensitivity(cgd, pattern).kind
     'exact'
     """
-    if strategy.steps != participation.steps:
-        raise QuellError(f"the strategy has {strategy.steps:,} steps but the participation {participation.steps:,}")
+    require_same_steps(strategy=strategy.steps, participation=participation.steps)
     with np.errstate(over="ignore", invalid="ignore"):
         found = _bracket(strategy, participation)
     if not (math.isfinite(found.value) and found.value > 0):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import typer
+
 from quell import costs
 from quell.cli import options, terminal
 
 
 def bench(
-    parameters: Annotated[int, options.option("Number of parameters to add noise to.")] = 10_000_000,
-    device: Annotated[str, options.option("cpu or cuda.")] = "cpu",
+    parameters: Annotated[int, typer.Option(help="Number of parameters to add noise to.")] = 10_000_000,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: options.AsJson = False,
 ) -> None:
     """Measure how long noise takes on this machine, for quell plan --device measured."""

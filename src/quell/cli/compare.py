@@ -10,9 +10,8 @@ import typer
 
 from quell.cli import options, terminal
 from quell.errors import QuellError
-from quell.files import require_folders
-from quell.planning import Mechanism, Prices
-from quell.run import Run
+from quell.files import require_writable
+from quell.planning import Mechanism
 from quell.schemes import FIXED
 from quell.show import plots, tables
 
@@ -36,25 +35,15 @@ def compare(
     weight_decay: options.WeightDecay = 1.0,
     schedule: options.Schedule = None,
     sampling: options.Sampling = FIXED.name,
-    as_csv: Annotated[bool, options.option("Print CSV instead of a table.", "--csv", panel=options.OUTPUT)] = False,
+    as_csv: Annotated[bool, options.output("Print CSV instead of a table.", "--csv")] = False,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Price one mechanism for several values of one parameter: 2,4,8 or start:stop:count."""
-    run = Run.from_steps(
-        steps=steps,
-        epochs=epochs,
-        separation=separation,
-        epsilon=epsilon,
-        delta=delta,
-        sampling=sampling,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        learning_rates=schedule,
-    )
-    prices = Prices(run)
-    values = options.values_of(bands, lambda_, gamma, buffers, horizon, divergence, objective, column_normalise)
-    require_folders([plot])
+    values, prices = options.values_of(locals()), options.prices_of(locals())
+    require_writable([plot])
+    if plot is not None:
+        plots.require_picture(plot)
     several = [name for name, given in values.items() if len(given) > 1]
     if len(several) != 1:
         raise QuellError("compare sweeps exactly one parameter: give several values to one, for example --bands 2,4,8")
@@ -68,7 +57,7 @@ def compare(
             # A reader takes the best row, so certificates by draws share their failure probability.
             priced.append(prices.certify(strategy, comparisons=len(values[swept])))
     if plot is not None:
-        plots.draw_sweep(run, swept, priced, prices.dpsgd.rmse, prices.lower_bound, plot)
+        plots.draw_sweep(prices.run, swept, priced, prices.dpsgd.rmse, prices.lower_bound, plot)
     if as_json:
         terminal.print_json(prices.as_dict(priced))
     elif as_csv:
@@ -83,7 +72,6 @@ def compare(
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
     """A row as one table: parameters and numbers under their own names, without the coefficients."""
-    guarantee = row["guarantee"]
     return {
         "family": row["family"],
         **row["parameters"],
@@ -91,5 +79,5 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
         "kept": row["noise"]["buffers"],
         "draws": row["noise"]["draws"],
         **row["error"],
-        **guarantee,
+        **row["guarantee"],
     }

@@ -2,113 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quell.errors import QuellError, require_count
+from quell.planning import Prices
+from quell.run import Run
 from quell.schemes import SCHEMES
 from quell.strategy import FAMILIES, Parameter
 from quell.strategy.family import DIVERGENCE, HORIZON
 
-RUN, OPTIMIZER, GOAL = "The run and its promise", "The optimizer", "The goal"  # panels of --help
-LIMITS, USERS, OUTPUT = "Limits", "Privacy per user instead of per example", "Output"
-DESIGN = "The mechanism's parameters"
+
+def _panel(title: str) -> Callable[..., Any]:
+    """Makes options of one panel of --help, from a help text and names (default: the name of the parameter)."""
+    return lambda text, *names: typer.Option(*names, help=text, rich_help_panel=title)
 
 
-def option(text: str, *names: str, panel: str | None = None) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
+the_run, optimizer, goal = _panel("The run and its promise"), _panel("The optimizer"), _panel("The goal")
+limit, user, output = _panel("Limits"), _panel("Privacy per user instead of per example"), _panel("Output")
+design, training = _panel("The mechanism's parameters"), _panel("Training")
 
-
-def _takers(parameter: str) -> str:
-    return ", ".join(family.name for family in FAMILIES.values() if parameter in family.takes)
-
-
+_ALL = ", ".join(SCHEMES)
+_DIVERGENT = ", ".join(family.name for family in FAMILIES.values() if DIVERGENCE in family.takes)
 _WITH_RULE = ", ".join(family.name for family in FAMILIES.values() if "training" in family.objectives)
-
-Epsilon = Annotated[float, option("Privacy budget epsilon. Smaller is more private; 1 to 10 is common.", panel=RUN)]
-Delta = Annotated[float, option("Privacy parameter delta: at most 1/examples.", panel=RUN)]
-Epochs = Annotated[int, option("Passes over the data.", panel=RUN)]
-Steps = Annotated[int, option("Optimizer steps of the whole run.", panel=RUN)]
-Separation = Annotated[
-    int | None, option("Fewest steps between two uses of an example. Default: steps // epochs.", panel=RUN)
-]
-Momentum = Annotated[float, option("Momentum of the optimizer.", panel=OPTIMIZER)]
-WeightDecay = Annotated[
-    float,
-    option("Factor that multiplies the weights each step: 1 - lr * weight_decay. 1 means no decay.", panel=OPTIMIZER),
-]
-Schedule = Annotated[
-    str | None, option("Learning-rate schedule: cosine or linear. Default: constant.", panel=OPTIMIZER)
-]
-Adaptive = Annotated[bool, option("The optimizer rescales gradients, as Adam does.", "--adaptive", panel=OPTIMIZER)]
-Memory = Annotated[
-    str,
-    option(
-        "Memory for noise: a number of model copies, a size such as 8GB (with --parameters), or unlimited.",
-        "--memory",
-        "--max-memory",
-        panel=LIMITS,
-    ),
-]
-Draws = Annotated[int, option("Most noise vectors that may be generated per step.", panel=LIMITS)]
-ModelSize = Annotated[int | None, option("Number of the model's parameters, for sizes in GB and times.", panel=LIMITS)]
-Schemes = Annotated[
-    str,
-    option(
-        f"Ways of forming batches that your data pipeline can do: some of {', '.join(SCHEMES)}; or best for all.",
-        panel=LIMITS,
-    ),
-]
-Sampling = Annotated[str, option(f"How batches are formed: {', '.join(SCHEMES)}, or best.", panel=RUN)]
 GOALS = "What to minimise: rmse (average error), maxse (worst-step error), or training (predicted training error)."
-AsJson = Annotated[bool, option("Print JSON instead of a table.", "--json", panel=OUTPUT)]
-Plot = Annotated[Path | None, option("Also draw a plot: a .png, .svg or .pdf file.", panel=OUTPUT)]
+
+Epsilon = Annotated[float, the_run("Privacy budget epsilon. Smaller is more private; 1 to 10 is common.")]
+Delta = Annotated[float, the_run("Privacy parameter delta: at most 1/examples.")]
+Epochs = Annotated[int, the_run("Passes over the data.")]
+Steps = Annotated[int, the_run("Optimizer steps of the whole run.")]
+Separation = Annotated[int | None, the_run("Fewest steps between two uses of an example. Default: steps // epochs.")]
+Sampling = Annotated[str, the_run(f"How batches are formed: {_ALL}, or best.")]
+Momentum = Annotated[float, optimizer("Momentum of the optimizer.")]
+WeightDecay = Annotated[float, optimizer("Factor on the weights each step: 1 - lr * weight_decay. 1 means no decay.")]
+Schedule = Annotated[str | None, optimizer("Learning-rate schedule: cosine or linear. Default: constant.")]
+Adaptive = Annotated[bool, optimizer("The optimizer rescales gradients, as Adam does.", "--adaptive")]
+_MEMORY = "Memory for noise: a number of model copies, a size such as 8GB (with --parameters), or unlimited."
+Memory = Annotated[str, limit(_MEMORY, "--memory", "--max-memory")]
+Draws = Annotated[int, limit("Most noise vectors that may be generated per step.")]
+ModelSize = Annotated[int | None, limit("Number of the model's parameters, for sizes in GB and times.")]
+Schemes = Annotated[str, limit(f"Ways of forming batches that your data pipeline can do: {_ALL}; or best for all.")]
+AsJson = Annotated[bool, output("Print JSON instead of a table.", "--json")]
+Plot = Annotated[Path | None, output("Also draw a plot: a .png, .svg or .pdf file.")]
 
 # One mechanism's parameters, as text: a value or, for quell compare, a sweep.
-Bands = Annotated[str | None, option("Diagonals of C, or of its inverse for banded-inverse families.", panel=DESIGN)]
-Lambda = Annotated[str | None, option("Share of old noise that is cancelled.", "--lambda", panel=DESIGN)]
-Gamma = Annotated[str | None, option("Power of a fractional mechanism.", panel=DESIGN)]
-Buffers = Annotated[str | None, option("Buffers of a blt.", panel=DESIGN)]
-Horizon = Annotated[str | None, option("Optimised mechanisms: how many steps back the design looks.", panel=DESIGN)]
-Divergence = Annotated[
-    str | None,
-    option(f"{_takers(DIVERGENCE)}: design for random batches; 0.3 suits epsilon 2, 3 suits 8.", panel=DESIGN),
-]
-Objective = Annotated[
-    str | None,
-    option(
-        "What an optimised mechanism minimises: rmse (default) or maxse. "
-        f"For {_WITH_RULE} also training: a rule for lambda that cancels less (docs/strategies.md).",
-        panel=DESIGN,
-    ),
-]
-Normalise = Annotated[
-    bool | None,
-    option("Scale every column of C to norm 1, or don't.", "--column-normalise/--no-column-normalise", panel=DESIGN),
-]
+Bands = Annotated[str | None, design("Diagonals of C, or of its inverse for banded-inverse families.")]
+Lambda = Annotated[str | None, design("Share of old noise that is cancelled.", "--lambda")]
+Gamma = Annotated[str | None, design("Power of a fractional mechanism.")]
+Buffers = Annotated[str | None, design("Buffers of a blt.")]
+Horizon = Annotated[str | None, design("Optimised mechanisms: how many steps back the design looks.")]
+Divergence = Annotated[str | None, design(f"{_DIVERGENT}: design for random batches; 0.3 suits epsilon 2, 3 suits 8.")]
+_OBJECTIVE = (
+    f"What an optimised mechanism minimises: rmse (default) or maxse. For {_WITH_RULE} also training: a rule for "
+    "lambda that cancels less (docs/strategies.md)."
+)
+Objective = Annotated[str | None, design(_OBJECTIVE)]
+_NORMALISE = "--column-normalise/--no-column-normalise"
+Normalise = Annotated[bool | None, design("Scale every column of C to norm 1, or don't.", _NORMALISE)]
 
 
-def values_of(
-    bands: str | None,
-    lambda_: str | None,
-    gamma: str | None,
-    buffers: str | None,
-    horizon: str | None,
-    divergence: str | None,
-    objective: str | None,
-    column_normalise: bool | None,
-) -> dict[str, list[Parameter]]:
-    """The values given for each parameter of a mechanism: one, or those of a sweep."""
-    texts = {"bands": bands, "lambda": lambda_, "gamma": gamma, "buffers": buffers}
-    texts |= {HORIZON: horizon, DIVERGENCE: divergence}
-    found: dict[str, list[Parameter]] = {name: _sweep(name, text) for name, text in texts.items() if text is not None}
-    if objective is not None:
-        found["objective"] = [objective]
-    if column_normalise is not None:
-        found["column_normalise"] = [column_normalise]
-    return found
+def prices_of(given: dict[str, Any]) -> Prices:
+    """The prices of a run that is given by its steps; `given` are a command's options by name."""
+    names = ("steps", "epochs", "separation", "epsilon", "delta", "sampling", "momentum", "weight_decay")
+    return Prices(Run.from_steps(learning_rates=given["schedule"], **{name: given[name] for name in names}))
+
+
+def data_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Run.from_data` that were given; `given` as in `prices_of`."""
+    run = ("examples", "batch_size", "epochs", "epsilon", "delta", "sampling", "separation", "participations")
+    rest = ("momentum", "weight_decay", "adaptive", "draws", "objective")
+    found = {name: given[name] for name in (*run, *rest) if given.get(name) is not None}
+    return found | {"learning_rates": given["schedule"], "memory": memory_of(given["memory"], given["parameters"])}
+
+
+def values_of(given: dict[str, Any]) -> dict[str, list[Parameter]]:
+    """The values given for each parameter of a mechanism, one or those of a sweep; `given` as in `prices_of`."""
+    options = {"lambda": "lambda_"} | {name: name for name in ("bands", "gamma", "buffers", HORIZON, DIVERGENCE)}
+    found = {name: _sweep(name, given[option]) for name, option in options.items() if given[option] is not None}
+    return found | {name: [given[name]] for name in ("objective", "column_normalise") if given[name] is not None}
 
 
 def _sweep(name: str, text: str) -> list[Parameter]:
@@ -131,6 +105,8 @@ def _sweep(name: str, text: str) -> list[Parameter]:
 
 def memory_of(text: str, parameters: int | None) -> float | None:
     """Model copies from '4', '8GB' (float32 buffers) or 'unlimited'."""
+    if parameters is not None:
+        require_count("parameters", parameters)
     if text == "unlimited":
         return None
     try:
@@ -143,4 +119,4 @@ def memory_of(text: str, parameters: int | None) -> float | None:
         ) from None
     if parameters is None:
         raise QuellError(f"memory={text!r} needs --parameters, the size of the model, as well")
-    return size * 1e9 / (4 * require_count("parameters", parameters))
+    return size * 1e9 / (4 * parameters)

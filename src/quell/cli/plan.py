@@ -6,59 +6,45 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from quell.cli import options, terminal
-from quell.cli.options import GOAL, LIMITS, OUTPUT, RUN, USERS, option
+from quell.cli.options import GOALS, goal, limit, output, the_run, user
 from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
-from quell.files import require_folders
+from quell.files import require_writable
 from quell.planning import make_plan
 from quell.planning.questions import choices_for_steps, plan_for_rmse
 from quell.run import Run
 from quell.schemes import BEST, FIXED, named
-from quell.show import tables, words
+from quell.show import plots, tables, words
+
+_DEVICES = f"{', '.join(DEVICES)}, or measured"
 
 
 def plan(
-    examples: Annotated[int, option("Examples in the training set.", panel=RUN)],
+    examples: Annotated[int, the_run("Examples in the training set.")],
     epsilon: options.Epsilon,
     delta: options.Delta,
-    batch_size: Annotated[int | None, option("Examples per step.", panel=RUN)] = None,
-    epochs: Annotated[int | None, option("Passes over the data.", panel=RUN)] = None,
-    steps: Annotated[
-        int | None,
-        option("Instead of epochs and batch size: compare ways to spend this many steps.", panel=RUN),
-    ] = None,
+    batch_size: Annotated[int | None, the_run("Examples per step.")] = None,
+    epochs: Annotated[int | None, the_run("Passes over the data.")] = None,
+    steps: Annotated[int | None, the_run("Instead of both: compare ways to spend this many steps.")] = None,
     momentum: options.Momentum = 0.0,
     weight_decay: options.WeightDecay = 1.0,
     schedule: options.Schedule = None,
     adaptive: options.Adaptive = False,
-    objective: Annotated[
-        str | None, option(f"{options.GOALS} Default: training, or rmse with --target-rmse.", panel=GOAL)
-    ] = None,
+    objective: Annotated[str | None, goal(f"{GOALS} Default: training, or rmse with --target-rmse.")] = None,
     memory: options.Memory = "4",
     draws: options.Draws = 16,
     parameters: options.ModelSize = None,
-    noise_share: Annotated[
-        float | None, option("Largest share of a step's time that noise may take: 0.03 is 3%.", panel=LIMITS)
-    ] = None,
-    step_seconds: Annotated[
-        float | None, option("How long a step takes without noise, for --noise-share.", panel=LIMITS)
-    ] = None,
-    device: Annotated[
-        str,
-        option(f"Hardware whose noise-generation speed to assume: {', '.join(DEVICES)}, or measured.", panel=LIMITS),
-    ] = "h200",
+    noise_share: Annotated[float | None, limit("Largest share of a step's time for noise: 0.03 is 3%.")] = None,
+    step_seconds: Annotated[float | None, limit("How long a step takes without noise, for --noise-share.")] = None,
+    device: Annotated[str | None, limit(f"Hardware to assume for --noise-share: {_DEVICES}. Default: h200.")] = None,
     sampling: options.Schemes = "best",
-    fast: Annotated[
-        bool, option("Fixed batches only (--sampling cyclic): an answer in a few seconds.", "--fast", panel=GOAL)
-    ] = False,
-    separation: Annotated[int | None, option("Fewest steps between two participations of a user.", panel=USERS)] = None,
-    participations: Annotated[int | None, option("Most participations of a user.", panel=USERS)] = None,
-    target_rmse: Annotated[
-        float | None, option("Find the smallest epsilon with this RMSE, starting at --epsilon.", panel=GOAL)
-    ] = None,
-    save: Annotated[Path | None, option("Write the plan to this file, for quell verify.", panel=OUTPUT)] = None,
+    fast: Annotated[bool, goal(f"Fixed batches (--sampling {FIXED.name}): an answer in seconds.", "--fast")] = False,
+    separation: Annotated[int | None, user("Fewest steps between two participations of a user.")] = None,
+    participations: Annotated[int | None, user("Most participations of a user.")] = None,
+    target_rmse: Annotated[float | None, goal("Find the smallest epsilon with this RMSE, from --epsilon on.")] = None,
+    save: Annotated[Path | None, output("Write the plan to this file, for quell verify.")] = None,
     plot: options.Plot = None,
-    html: Annotated[Path | None, option("Write the plan as one interactive web page.", panel=OUTPUT)] = None,
+    html: Annotated[Path | None, output("Write the plan as one interactive web page.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare mechanisms for a training run and recommend one.
@@ -72,29 +58,20 @@ def plan(
             f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
             "plan it with --batch-size and --epochs"
         )
-    require_folders([save, plot, html])
-    known: dict[str, Any] = {
-        "examples": examples,
-        "epsilon": epsilon,
-        "delta": delta,
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "learning_rates": schedule,
-        "memory": options.memory_of(memory, parameters),
-        "draws": draws,
+    require_writable([save, plot, html])
+    if plot is not None:
+        plots.require_picture(plot)
+    known = options.data_of(locals()) | {
         "sampling": _sampling(sampling, fast),
         "objective": objective or ("training" if target_rmse is None else "rmse"),
-        "adaptive": adaptive,
         "time_limit": _time_limit(noise_share, step_seconds, parameters, device),
-        "separation": separation,
-        "participations": participations,
     }
     if steps is not None:
         _show_choices(steps, known, as_json)
         return
     if batch_size is None or epochs is None:
         raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
-    run = Run.from_data(batch_size=batch_size, epochs=epochs, **known)
+    run = Run.from_data(**known)
     with terminal.progress() as advance:
         chosen = make_plan(run, advance) if target_rmse is None else plan_for_rmse(run, target_rmse, advance)
         if save is not None:
@@ -118,7 +95,7 @@ def _show_choices(steps: int, known: dict[str, Any], as_json: bool) -> None:
         terminal.print_json([choice.as_dict() for choice in choices])
         return
     terminal.console.print(tables.choices_table(choices))
-    terminal.say(words.best_choice(min(choices, key=lambda choice: choice.noise_per_example)))
+    terminal.say(words.best_choice(min(choices, key=lambda choice: choice.error_per_example)))
 
 
 def _sampling(sampling: str, fast: bool) -> str:
@@ -132,12 +109,13 @@ def _sampling(sampling: str, fast: bool) -> str:
 
 
 def _time_limit(
-    share: float | None, step_seconds: float | None, parameters: int | None, device: str
+    share: float | None, step_seconds: float | None, parameters: int | None, device: str | None
 ) -> TimeLimit | None:
     if share is None:
-        if step_seconds is not None:
-            raise QuellError("--step-seconds is for --noise-share, the part of a step that noise may take: give both")
+        for name, given in (("--step-seconds", step_seconds), ("--device", device)):
+            if given is not None:
+                raise QuellError(f"{name} is for --noise-share, the part of a step that noise may take: give both")
         return None
     if step_seconds is None or parameters is None:
         raise QuellError("--noise-share needs --step-seconds and --parameters as well")
-    return TimeLimit.of_share(share, step_seconds, parameters, device)
+    return TimeLimit.of_share(share, step_seconds, parameters, device or "h200")

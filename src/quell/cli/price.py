@@ -8,8 +8,6 @@ import typer
 
 from quell.cli import options, terminal
 from quell.errors import QuellError
-from quell.planning import Prices
-from quell.run import Run
 from quell.schemes import FIXED
 from quell.show import tables, words
 
@@ -36,19 +34,7 @@ def price(
     as_json: options.AsJson = False,
 ) -> None:
     """Price one mechanism: the noise it needs for the promise, and the error that this noise causes."""
-    run = Run.from_steps(
-        steps=steps,
-        epochs=epochs,
-        separation=separation,
-        epsilon=epsilon,
-        delta=delta,
-        sampling=sampling,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        learning_rates=schedule,
-    )
-    prices = Prices(run)
-    values = options.values_of(bands, lambda_, gamma, buffers, horizon, divergence, objective, column_normalise)
+    values, prices = options.values_of(locals()), options.prices_of(locals())
     if several := [name for name, given in values.items() if len(given) > 1]:
         raise QuellError(f"price takes one value for {several[0]}: use quell compare for several")
     with terminal.progress():
@@ -57,4 +43,4 @@ def price(
         terminal.print_json(prices.as_dict([priced]))
         return
     terminal.console.print(tables.mechanism_table([priced], prices.dpsgd.rmse, width=terminal.console.width))
-    terminal.say("\n".join(words.details(run, priced)))
+    terminal.say("\n".join(words.details(prices.run, priced)))

@@ -9,9 +9,9 @@ from quell.run import Run
 
 
 def serve(
-    port: Annotated[int, options.option("Port on this machine; 0 takes any free one.")] = 8765,
-    examples: Annotated[int, options.option("Examples in the training set, at first.", panel=options.RUN)] = 50_000,
-    batch_size: Annotated[int, options.option("Examples per step, at first.", panel=options.RUN)] = 128,
+    port: Annotated[int, options.output("Port on this machine; 0 takes any free one.")] = 8765,
+    examples: Annotated[int, options.the_run("Examples in the training set, at first.")] = 50_000,
+    batch_size: Annotated[int, options.the_run("Examples per step, at first.")] = 128,
     epochs: options.Epochs = 10,
     epsilon: options.Epsilon = 8.0,
     delta: options.Delta = 1e-5,
@@ -19,7 +19,7 @@ def serve(
     weight_decay: options.WeightDecay = 1.0,
     schedule: options.Schedule = None,
     adaptive: options.Adaptive = False,
-    objective: Annotated[str, options.option(options.GOALS, panel=options.GOAL)] = "training",
+    objective: Annotated[str, options.goal(options.GOALS)] = "training",
     memory: options.Memory = "4",
     draws: options.Draws = 16,
     parameters: options.ModelSize = None,
@@ -28,19 +28,4 @@ def serve(
     """Show plans live in a browser, with sliders, on this machine only."""
     from quell.serve import server
 
-    run = Run.from_data(
-        examples=examples,
-        batch_size=batch_size,
-        epochs=epochs,
-        epsilon=epsilon,
-        delta=delta,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        learning_rates=schedule,
-        memory=options.memory_of(memory, parameters),
-        draws=draws,
-        sampling=sampling,
-        objective=objective,
-        adaptive=adaptive,
-    )
-    server.serve(run, port, terminal.say)
+    server.serve(Run.from_data(**options.data_of(locals())), port, terminal.say)

@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from quell.cli import options, terminal
-from quell.cli.options import option
+from quell.cli.options import output, training
 from quell.errors import QuellError
 from quell.show import tables
-
-_TRAINING = "Training"
 
 
 def train(
@@ -20,26 +18,20 @@ def train(
     epochs: options.Epochs,
     epsilon: options.Epsilon,
     delta: options.Delta,
-    batch_size: Annotated[int, option("Examples per step.", panel=options.RUN)] = 32,
-    model: Annotated[str, option("linear, mlp or cnn; auto chooses by the shape of x.", panel=_TRAINING)] = "auto",
-    lr: Annotated[
-        float | None, option("Learning rate. Default: each row's best of a small grid.", panel=_TRAINING)
-    ] = None,
+    batch_size: Annotated[int, options.the_run("Examples per step.")] = 32,
+    model: Annotated[str, training("linear, mlp or cnn; auto chooses by the shape of x.")] = "auto",
+    lr: Annotated[float | None, training("Learning rate. Default: each row's best of a small grid.")] = None,
     momentum: options.Momentum = 0.9,
-    clip: Annotated[float, option("Norm to which every example's gradient is clipped.", panel=_TRAINING)] = 1.0,
+    clip: Annotated[float, training("Norm to which every example's gradient is clipped.")] = 1.0,
     sampling: options.Sampling = "best",
-    runs: Annotated[int, option("Runs per row, each with its own start and noise.", panel=_TRAINING)] = 1,
-    baselines: Annotated[bool, option("Also train without privacy and with DP-SGD.", panel=_TRAINING)] = True,
-    seed: Annotated[
-        int | None, option("Make runs repeatable. Voids privacy: for public data only.", panel=_TRAINING)
-    ] = None,
-    save_weights: Annotated[
-        Path | None, option("Write the planned model's state_dict, for torch.", panel=options.OUTPUT)
-    ] = None,
-    save_plan: Annotated[Path | None, option("Write the plan, for quell verify.", panel=options.OUTPUT)] = None,
-    save_report: Annotated[Path | None, option("Write the privacy report: .md or .json.", panel=options.OUTPUT)] = None,
+    runs: Annotated[int, training("Runs per row, each with its own start and noise.")] = 1,
+    baselines: Annotated[bool, training("Also train without privacy and with DP-SGD.")] = True,
+    seed: Annotated[int | None, training("Make runs repeatable. Voids privacy: for public data only.")] = None,
+    save_weights: Annotated[Path | None, output("Write the planned model's state_dict, for torch.")] = None,
+    save_plan: Annotated[Path | None, output("Write the plan, for quell verify.")] = None,
+    save_report: Annotated[Path | None, output("Write the privacy report: .md or .json.")] = None,
     plot: options.Plot = None,
-    html: Annotated[Path | None, option("Write results and curves as one web page.", panel=options.OUTPUT)] = None,
+    html: Annotated[Path | None, output("Write results and curves as one web page.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Train a small model on your arrays: without privacy, with DP-SGD, and as planned.

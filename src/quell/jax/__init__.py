@@ -4,8 +4,8 @@
 batches in one shape; `check` raises what a compiled step could not.
 """
 
-from quell.jax.batches import batches
+from quell.jax.batches import PaddedBatches, batches
 from quell.jax.clipping import clipped_grad
-from quell.jax.private import NoiseState, check, privatize
+from quell.jax.private import NoiseState, Private, check, privatize
 
-__all__ = ["NoiseState", "batches", "check", "clipped_grad", "privatize"]
+__all__ = ["NoiseState", "PaddedBatches", "Private", "batches", "check", "clipped_grad", "privatize"]

@@ -61,7 +61,7 @@ class Private(optax.GradientTransformation):
     host: Host
 
     @classmethod
-    def of(cls, host: Host) -> Private:
+    def _of(cls, host: Host) -> Private:
         made = cls(host.init, host.update)
         made.host = host
         return made
@@ -148,7 +148,7 @@ def privatize(
     spec = NoiseSpec.of(chosen, norm)
     host = Host(spec, params, secret, generator, require_finite("expected_batch_size", expected), path)
     host.mechanism, host.batches, host.max_grad_norm = chosen, batches, float(norm or 0.0)
-    return Private.of(host)
+    return Private._of(host)
 
 
 def check(state: Any) -> None:

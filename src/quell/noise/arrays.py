@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quell.errors import QuellError
+from quell.noise.aliasing import memory_span, require_apart
 from quell.noise.layout import Shard
-from quell.noise.memory import memory_span, require_apart
 
 
 def is_torch(tensor: Any) -> bool:

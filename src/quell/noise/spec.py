@@ -185,8 +185,8 @@ def _scales_and_grids(spec: NoiseSpec) -> tuple[NDArray[np.float32], NDArray[np.
     within = [(scales >= LEAST_SCALE) & (scales <= MOST_SCALE), fresh >= LEAST_SCALE, sums <= MOST_SCALE]
     if not np.all([*within, fresh * scales >= LEAST_SCALE, sums * scales <= MOST_SCALE]):
         raise QuellError(
-            f"scale={spec.scale:g}, with coefficients and row scale, leaves {LEAST_SCALE:g} to {MOST_SCALE:g}, where "
-            "float32 noise is whole: choose another max_grad_norm, and scale the loss to match"
+            f"scale={spec.scale:g}, times coefficients and row scale, is outside what float32 noise can represent "
+            f"({LEAST_SCALE:g} to {MOST_SCALE:g}): choose another max_grad_norm, and scale the loss to match"
         )
     _, exponents = np.frexp(sums * scales)  # 2**exponents is at least that
     return np.ascontiguousarray(scales), np.ldexp(np.float32(1), exponents - GRID_BITS).astype(np.float32)

@@ -32,10 +32,12 @@ class Mechanism:
 
     @property
     def name(self) -> str:
+        """The family's name."""
         return self.strategy.family
 
     @property
     def family(self) -> Family:
+        """The family's record: title, parameters, how it is built."""
         return FAMILIES[self.strategy.family]
 
     @property
@@ -64,11 +66,12 @@ class Mechanism:
 
     @property
     def noise_multiplier(self) -> float:
+        """σ: standard deviation of the noise per unit of clip norm, sensitivity included."""
         return self.claim.noise_multiplier
 
     @property
     def training(self) -> float:
-        """The objective `training` (`quell.analysis.objective`)."""
+        """Predicted training error, per unit of clip norm (docs/planner.md)."""
         return self.unit_training * self.noise_multiplier
 
     def score(self, objective: str) -> float:
@@ -77,18 +80,22 @@ class Mechanism:
 
     @property
     def rmse(self) -> float:
+        """Average error that noise causes in the model over the run, per unit of clip norm."""
         return self.unit_error.rmse * self.noise_multiplier
 
     @property
     def maxse(self) -> float:
+        """The same at the worst step."""
         return self.unit_error.maxse * self.noise_multiplier
 
     @property
     def buffers(self) -> int:
+        """Model-sized vectors kept between steps."""
         return self.strategy.recurrence.buffers
 
     @property
     def draws(self) -> int:
+        """Noise vectors generated per step."""
         return self.strategy.recurrence.draws
 
     def as_dict(self) -> dict[str, Any]:

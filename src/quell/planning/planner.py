@@ -133,10 +133,12 @@ class Plan:
 
     @property
     def epochs(self) -> int:
+        """Passes over the data."""
         return self.run.epochs
 
     @property
     def steps(self) -> int:
+        """Optimizer steps of the run."""
         return self.run.steps
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 All answers are estimates except `plan_for_rmse`, which ends in a certified plan.
 
-Runs of different length are compared by their error *per example seen*, RMSE / (epochs × examples): the sum of
-gradients that training follows grows with the number of examples seen, so that is noise relative to progress.
+Runs of different length are compared by their error *per example seen*: the error that the objective measures,
+divided by epochs × examples. The sum of gradients that training follows grows with the number of examples seen, so that
+is noise relative to progress.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from quell.planning.prices import Prices
 from quell.planning.search import Progress, pareto, search
 from quell.privacy.accountant import round_up
 from quell.run import Run
-from quell.show import words
 from quell.strategy import FAMILIES
 from quell.strategy.family import HORIZON
 
@@ -31,13 +31,13 @@ from quell.strategy.family import HORIZON
 class Change:
     """A change of the run, the mechanism it would get, and its error relative to the plan's.
 
-    `longer` says that the changed run sees examples more often, so that errors are compared per example seen.
+    `what` is "memory" (as much as the mechanism needs), or "epochs" or "batch_size" (twice as many), for which errors
+    are compared per example seen.
     """
 
     what: str
     mechanism: Mechanism
     ratio: float
-    longer: bool
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,31 @@ class Answers:
     dpsgd_is_estimated: bool  # without amplification estimates are exact
     equivalent_epsilon: float  # the ε that DP-SGD would need for the recommended mechanism's RMSE
     lower_bound: float
-    frontier: tuple[Mechanism, ...]  # the best by the plan's objective for so much memory, within the other limits
+    # The best for each amount of memory, by the plan's objective, within the other limits; empty where that is not
+    # known, because a plan file does not hold the estimates that the plan was chosen from.
+    frontier: tuple[Mechanism, ...]
     rmse_frontier: tuple[Mechanism, ...]  # of all alternatives, by RMSE
     changes: tuple[Change, ...]
 
 
-def answers(plan: Plan, thorough: bool = True) -> Answers:
-    """Ask what an explanation of the plan needs; `thorough` adds what would change it, which takes about a second."""
+def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> Answers:
+    """Ask what an explanation of the plan needs.
+
+    Args:
+        plan: The plan to explain.
+        thorough: Whether to ask what would change the plan, which takes about a second.
+        prices: Where DP-SGD is taken from. Default: the plan's own run; a preview compares with the full plan's DP-SGD.
+    """
+    prices = prices or plan.prices
     any_memory = replace(plan.run.limits, memory=None)
+    complete = bool(plan.estimates) or not any(scheme.amplifies for scheme in plan.run.schemes)
+    compared = [each for each in plan.alternatives if complete and any_memory.fits(each)]
     return Answers(
-        plan.prices.dpsgd,
-        plan.prices.dpsgd.scheme.amplifies,
-        plan.dpsgd_equivalent_epsilon,
+        prices.dpsgd,
+        prices.dpsgd.scheme.amplifies,
+        prices.equivalent_epsilon(plan.mechanism),
         plan.lower_bound,
-        tuple(pareto([each for each in plan.alternatives if any_memory.fits(each)], plan.run.objective)),
+        tuple(pareto(compared, plan.run.objective)),
         tuple(pareto(plan.alternatives, "rmse")),
         tuple(changes(plan)) if thorough else (),
     )
@@ -74,22 +85,21 @@ def changes(plan: Plan) -> Iterator[Change]:
     for mechanism in pareto(plan.alternatives, objective):
         if mechanism.buffers > run.limits.buffers and mechanism.score(objective) < 0.97 * chosen.score(objective):
             ratio = mechanism.score(objective) / chosen.score(objective)
-            yield Change(f"Memory for {words.copies(mechanism.buffers)}", mechanism, ratio, longer=False)
+            yield Change("memory", mechanism, ratio)
             break
     if run.user_level or run.examples is None or run.batch_size is None:
         return
-    longer, larger = {"epochs": 2 * run.epochs}, {"batch_size": 2 * run.batch_size}
-    for what, options in (("Twice the epochs", longer), ("Batches twice as large", larger)):
-        if isinstance(run.optimizer.learning_rates, tuple) or options.get("batch_size", 0) > run.examples:
+    for what, twice in (("epochs", 2 * run.epochs), ("batch_size", 2 * run.batch_size)):
+        if isinstance(run.optimizer.learning_rates, tuple) or (what == "batch_size" and twice > run.examples):
             continue
         try:
             with threadpool_limits(1):
-                other = run.changed(sampling=chosen.sampling, **options)
+                other = run.changed(sampling=chosen.sampling, **{what: twice})
                 found = _same_kind(chosen, Prices(other), run.participation.separation)
         except QuellError:  # the mechanism does not go with that
             continue
         seen = other.epochs / run.epochs
-        yield Change(what, found, found.score(objective) / seen / chosen.score(objective), longer=True)
+        yield Change(what, found, found.score(objective) / seen / chosen.score(objective))
 
 
 def _same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:
@@ -152,15 +162,15 @@ def _epsilon_of(run: Run, target: float, progress: Progress | None) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
+class EpochChoice:
     """One way to spend a fixed number of steps: more epochs mean larger batches."""
 
     run: Run
     mechanism: Mechanism
 
     @property
-    def noise_per_example(self) -> float:
-        """Error per example seen."""
+    def error_per_example(self) -> float:
+        """The objective's error per example seen."""
         return self.mechanism.score(self.run.objective) / (self.run.epochs * (self.run.examples or 1))
 
     def as_dict(self) -> dict[str, Any]:
@@ -170,12 +180,14 @@ class Choice:
             "batch_size": self.run.batch_size,
             "mechanism": self.mechanism.name,
             "sampling": self.mechanism.sampling,
-            "noise_per_example": self.noise_per_example,
+            "error_per_example": self.error_per_example,
         }
 
 
-def choices_for_steps(steps: int, *, examples: int, progress: Progress | None = None, **arguments: Any) -> list[Choice]:
-    """Ways to spend a number of steps: 1, 2, 4, … epochs, each with its best mechanism.
+def choices_for_steps(
+    steps: int, *, examples: int, progress: Progress | None = None, **arguments: Any
+) -> list[EpochChoice]:
+    """Ways to spend a number of steps: about 1, 2, 4, … epochs, each with its best mechanism.
 
     Args:
         steps: Optimizer steps to spend.
@@ -187,20 +199,26 @@ def choices_for_steps(steps: int, *, examples: int, progress: Progress | None = 
         The choices, fewest epochs first, until one more doubling gains little.
     """
     steps, examples = require_count("steps", steps), require_count("examples", examples)
-    found: list[Choice] = []
-    rounds = [2**e for e in range(20) if steps <= examples * 2**e <= steps * examples]
+    found: list[EpochChoice] = []
+    ways = _batches_and_epochs(steps, examples)
     sturdy = tuple(family for family in FAMILIES.values() if family.sturdy)
-    for done, epochs in enumerate(rounds):
-        run = Run.from_data(examples=examples, epochs=epochs, batch_size=round(examples * epochs / steps), **arguments)
-        if abs(run.steps - steps) > 0.1 * steps:  # an epoch has a whole number of steps
-            break
+    for done, (batch_size, epochs) in enumerate(ways):
+        run = Run.from_data(examples=examples, epochs=epochs, batch_size=batch_size, **arguments)
         if progress is not None:
-            progress(done, len(rounds), f"{epochs} epochs")
+            progress(done, len(ways), f"{epochs} epochs")
         with threadpool_limits(1):
             best = search(Prices(run), families=sturdy)
-        found += [Choice(run, each) for each in best[:1]]
-        if len(found) > 1 and found[-1].noise_per_example > 0.95 * found[-2].noise_per_example:
+        found += [EpochChoice(run, each) for each in best[:1]]
+        if len(found) > 1 and found[-1].error_per_example > 0.95 * found[-2].error_per_example:
             break
     if not found:
-        raise QuellError(f"{steps:,} steps cannot be spent on {examples:,} examples: take at most that many steps")
+        raise QuellError("no mechanism goes with this sampling here: allow more schemes, or all (best)")
     return found
+
+
+def _batches_and_epochs(steps: int, examples: int) -> list[tuple[int, int]]:
+    """Batch sizes that double, each with the epochs that come within a tenth of the steps; the last is all examples."""
+    sizes = [max(1, round(examples * 2**e / steps)) for e in range(steps.bit_length()) if 2**e < steps] + [examples]
+    ways = {size: round(steps / (examples // size)) for size in sizes}
+    near = {size: n for size, n in ways.items() if abs(n * (examples // size) - steps) <= 0.1 * steps}
+    return list(near.items())

@@ -27,6 +27,7 @@ _RUNGS = (0.0, 0.0015, 0.003, 0.006, 0.012, 0.025, 0.06, 0.15)
 _HOPELESS = 1.05  # a forecast this far above what is allowed is hardly ever wrong
 _SIGMA_SLOPE, _EPSILON_SLOPE = -20.0, -8.0  # about d ln δ/d ln σ and d ln δ/d ln ε, where nothing better is known
 _ABOVE_ESTIMATES = (1.0005, 1.002, 1.008)  # noise that mostly suffices where an estimate without draws is known
+_FORECAST = 0.03  # of ln δ, from where one more secant step is as exact as forecasts are
 _CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough to rank by: a third wrong, it is 0.4% of σ
 
 
@@ -79,7 +80,7 @@ class Accountant(ABC):
         if epsilon > 300 or delta < 1e-100:
             raise QuellError(
                 f"epsilon={epsilon:g}, delta={delta:g} is out of reach of amplified accounting (epsilon up to 300, "
-                "delta from 1e-100): use fixed batches"
+                "delta from 1e-100): use cyclic sampling"
             )
 
     def safe_sigma(self, epsilon: float, delta: float) -> float:
@@ -238,15 +239,17 @@ def _certified(
     slope: float,
     delta: float,
 ) -> tuple[float, Certificate]:
-    """The lowest rung that is certified, skipping those that the last certificate or a forecast makes hopeless.
+    """The smallest value on a ladder above `about` that can be certified, with its certificate.
 
-    A forecast that comes out otherwise than in the search saves a certificate, and never touches its draws. Where no
-    rung is certified, `most` it is.
+    Certificates are expensive, so values are skipped where the last certificate or a forecast says that they would
+    fail. A forecast uses draws of its own: it decides which values are tried, never what is certified. Where no value
+    on the ladder is certified, the result is `most`, which is safe without draws.
     """
     allowed, _ = _budget(accountant, delta, 1)
     about *= 1.0003  # beyond the tolerance of the search
     if accountant.statistical:
-        about, _ = _crossing(lambda x, _: (forecast(x), 0.0), about * 1.06 ** (-1 / slope), allowed, slope, most)
+        start = about * 1.06 ** (-1 / slope)
+        about, _, _ = secants(lambda x: (forecast(x), 0.0), start, allowed, slope, most, 12, _FORECAST)
     hopeless = 0.0
     for rung in [round_up(about * (1 + step)) for step in _RUNGS]:
         if rung >= most:

@@ -45,6 +45,9 @@ class BinPair:
     def average(self) -> float:
         return float(self.alpha.mean())
 
+    def log_moment(self, theta: float) -> float:
+        return float(_log_mean_exp(theta * self.alpha[None])[0])
+
     @property
     def centre(self) -> float:
         return float(self.bins.pull.mean()) / (2 * self.sigma**2)
@@ -73,10 +76,14 @@ class BinPair:
         u = self.bins.noise(random, count)
         u *= 1.0 / self.sigma
         u += mean
-        loss = _log_mean_exp(u - self.alpha)
-        pull = self.bins.pull / self.sigma**2
-        powers = [_log_mean_exp(theta * u - theta * (theta * self.alpha + shift * pull)) for theta, shift in keys]
-        return Draws(loss, u.mean(axis=1), np.array(powers).reshape(len(keys), count), auxiliary)
+        room, pull = np.empty_like(u), self.bins.pull / self.sigma**2  # one array for all: making them takes time
+        loss = _log_mean_exp(np.subtract(u, self.alpha, out=room))
+        powers = np.empty((len(keys), count))
+        for power, (theta, shift) in zip(powers, keys, strict=True):
+            np.multiply(u, theta, out=room)
+            room -= theta * (theta * self.alpha + shift * pull)
+            power[:] = _log_mean_exp(room)
+        return Draws(loss, u.mean(axis=1), powers, auxiliary)
 
     def log_weights(self, tilt: Tilt, count: int, random: np.random.Generator) -> Array:
         return self._tuples(tilt, count, random)[1]

@@ -6,8 +6,9 @@ chain. With at most b bands the columns of one pattern do not overlap, and S fol
     V_t = p·a_t·V_{t+b} + (1 − p)·V_{t+1},   V_t = 1 for t ≥ n,   S = Σ_r P(first ready at step r)·V_r
 
 with a_t = exp(u_t − α_t) (Proof 12 in docs/proofs.md). Within a block of b steps this is a first-order filter.
-Proposals and certificates are those of `quell.privacy.importance` without extras, so at small ε certificates are looser
-than for balls in bins, and cyclic Poisson sampling may be the better choice.
+Proposals and certificates are those of `quell.privacy.importance` without extras, for whose weights no useful bound is
+known here: where δ is small, certificates ask for more noise than those of balls in bins (`benchmarks/tightness.py`
+measures how much).
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class ChainPair:
     @property
     def average(self) -> float:
         return self.sampling.fraction * float(self.alpha.sum())
+
+    def log_moment(self, theta: float) -> float:
+        return float(self._log_likelihood(theta * self.alpha[None])[0])  # columns of one pattern do not overlap
 
     @cached_property
     def centre(self) -> float:

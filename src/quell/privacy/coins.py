@@ -20,6 +20,7 @@ _FAR = 9.0  # standard deviations of one round's output that are looked at
 _SLICES = 1 << 9  # of it, to find out how far the composed loss reaches
 _TAIL = 1e-14  # probability that may fall off the grid, at either end
 _CELLS = 1 << 15  # of the grid, at least
+_MOST_PLACES = 1 << 20  # of one round's losses
 _MARGIN, _STEEP = 64, 0.5  # cells kept free at the upper end, and the order of a Chernoff bound that makes use of them
 _UPWARDS = 1e-10  # of a cell's probability that is moved up by one place: losses are known to about 10⁻¹⁵
 _FOURIER = 4e-15  # relative error of a round's Fourier coefficients, twice log2(cells)·2⁻⁵³; of r rounds r times that
@@ -64,6 +65,17 @@ def coin_epsilon(rounds: Rounds, rate: float, delta: float) -> float:
     return high
 
 
+def reach(rounds: Rounds, rate: float) -> float:
+    """How far apart the smallest and the largest loss are, composed or of one round, about."""
+    both = ([(count, *_slices(rate, sigma, sign)) for count, sigma in rounds] for sign in (1, -1))
+    return max(_widest(rounds, rate), *(_reach(sparse, -1)[0] + _reach(sparse, 1)[0] for sparse in both))
+
+
+def _widest(rounds: Rounds, rate: float) -> float:
+    """How far apart the losses of one round are."""
+    return max(_loss(rate, sigma, 1 + _FAR * sigma) - _loss(rate, sigma, -_FAR * sigma) for _, sigma in rounds)
+
+
 def _both(rounds: Rounds, rate: float) -> tuple[Losses, Losses]:
     """Losses of both directions: with the example against without it, and the reverse."""
     return _composed(rounds, rate, 1), _composed(rounds, rate, -1)
@@ -77,7 +89,8 @@ def _composed(rounds: Rounds, rate: float, sign: int) -> Losses:
     (depth, _), (height, order) = _reach(sparse, -1), _reach(sparse, 1)
     # Chords add up to a quarter of a squared cell to every round's variance: long runs need finer grids.
     cells = max(_CELLS, 1 << math.ceil(math.log2(600 * math.sqrt(together))))
-    width = (depth + height) / (cells - _MARGIN)
+    # Where hardly any noise is left, a loss is one number almost surely, and almost never a huge one.
+    width = max((depth + height) / (cells - _MARGIN), _widest(rounds, rate) / _MOST_PLACES)
     start = math.floor(-depth / width)
     spectrum, beyond = np.ones(cells // 2 + 1, dtype=np.complex128), 0.0
     orders = np.array([order, min(order, _STEEP / width)])  # a loss that ends in an edge is as sharp as the grid
@@ -87,8 +100,9 @@ def _composed(rounds: Rounds, rate: float, sign: int) -> Losses:
         places = first + np.arange(len(mass))
         spectrum *= fft.rfft(np.bincount(places % cells, mass, cells)) ** count
         beyond += count * missing
-        tilted = orders[:, None] * width * (places - places[-1])
-        exponents += count * (orders * width * places[-1] + np.log(np.exp(tilted) @ mass))
+        tilted = orders[:, None] * width * places[mass > 0] + np.log(mass[mass > 0])
+        top = tilted.max(axis=1)
+        exponents += count * (top + np.log(np.exp(tilted - top[:, None]).sum(axis=1)))
     found = np.roll(np.maximum(fft.irfft(spectrum, cells), 0.0), -(start % cells))
     # Beyond the upper end, by Chernoff. By Parseval the errors of all cells are √(Σ|coefficients|²) together at most.
     beyond += math.exp(min(float(exponents.min()), 0.0))

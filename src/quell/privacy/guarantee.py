@@ -6,7 +6,7 @@ enter a plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quell.analysis.sensitivity import Sensitivity
 
@@ -18,7 +18,8 @@ class Guarantee:
     The unit of privacy is one example; neighbours differ by removing it from (or zeroing it in) every batch it
     would be in. `bracket` encloses the exact δ of this noise at this ε; `delta` is never below its upper end. Where
     the upper end is a confidence bound, it fails with at most `failure_probability` over the accountant's draws, and
-    that probability is already part of `delta`: the statement needs no "with high probability".
+    that probability is already part of `delta`: the statement needs no "with high probability". `scheme` is the way of
+    forming batches that it holds for, with its numbers; it says nothing about any other.
     """
 
     epsilon: float
@@ -31,6 +32,7 @@ class Guarantee:
     bracket: tuple[float, float] | None = None
     failure_probability: float = 0.0
     draws: int = 0
+    scheme: object = field(default=None, repr=False)
 
     @property
     def certified(self) -> bool:

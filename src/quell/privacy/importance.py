@@ -1,13 +1,10 @@
 """δ of a pair by importance sampling: a pilot chooses how to draw, then a certificate is made from fresh draws.
 
-The *pilot* spends a few thousand draws on every candidate proposal. It estimates δ and chooses the mixture of proposals
-and the number of draws. The *certificate* draws from a stream that the pilot never touches, so what was chosen is
-independent of what it is applied to (Proof 6 in docs/proofs.md). Its upper bound (`quell.privacy.confidence`) uses the
-weight bound of the mixture (`quell.privacy.tilting`). For proposals with extras it first bounds their constants Z from
-above, with a tenth of the failure probability.
-
-Every chunk of draws has its own numbered generator, so results do not depend on the number of threads, and differ
-between machines by rounding only.
+The *pilot* estimates δ by a few thousand draws from every candidate proposal, and chooses a mixture of them and the
+number of draws. The *certificate* draws from a stream that the pilot never touches, so what was chosen is independent
+of what it is applied to (Proof 6 in docs/proofs.md). For proposals with extras it first bounds their constants Z.
+Every chunk of draws has its own numbered generator: results do not depend on the number of threads, and differ between
+machines by rounding only.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from quell._types import Array
 from quell.privacy.confidence import best_bet, draws_needed, expected_excess, lower_mean, upper_mean
 from quell.privacy.guarantee import Certificate
 from quell.privacy.tilting import (
-    PRICE_OF_EXTRA,
     Direction,
     Draws,
     Pair,
@@ -37,7 +33,9 @@ from quell.privacy.tilting import (
     keys_of,
     log_bound,
     log_density,
+    log_mean,
     log_numerator,
+    price,
     sampling_free,
 )
 
@@ -47,8 +45,8 @@ _SEED = 0x5175656C6C  # fixed and public: an accountant's draws hide nothing
 _PILOT, _CERTIFICATE, _CONSTANT = 1, 2, 3
 _CHUNK = {_PILOT: 1 << 20, _CERTIFICATE: 1 << 16, _CONSTANT: 1 << 16}  # numbers: the many fit a core's cache
 _SLACK = 0.05  # relative width of a certificate worth paying for; with that of Z̄, 6% of δ, about 0.3% of σ
-_SLACKS, _CHEAP, _PLENTY = (0.025, _SLACK), 2.0**27, 3 << 17  # a finer one where few numbers and draws buy it
-_LEAST, _MOST = 1 << 14, 1 << 20  # draws
+_SLACKS, _CHEAP, _PLENTY = (0.025, 0.035, _SLACK), 2.0**26, 3 << 17  # finer ones where few numbers and draws buy it
+_LEAST, _MOST = 1 << 14, 1 << 20  # draws; none where a quarter of the least is not affordable
 _WORK = 2.0**28  # numbers that one certificate may draw; more only where a draw has more than 512
 _CONSTANT_SLACK, _CONSTANT_FAILURE = 0.01, 0.1  # wanted width of Z̄; part of the failure probability for all of them
 _FEWEST = 1 << 12  # tuples for one constant
@@ -98,7 +96,7 @@ def pilot(pair: Pair, direction: Direction, epsilon: float, size: int, failure: 
     estimate, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
     if failure is None:
         return Pilot(direction, estimate, error, None)
-    prices = np.array([_price(pair, each, float(z)) for each, z in zip(proposals, constants, strict=True)])
+    prices = np.array([price(pair, each, float(z)) for each, z in zip(proposals, constants, strict=True)])
     first = np.eye(len(proposals))[0]  # alone where the event was never seen: it proves the bound
     best, least = None, _least_variance(drawn, prices) if estimate > 0 else first
     for blend in _BLENDS:
@@ -128,12 +126,9 @@ def scout(pair: Pair, epsilon: float, failure: float, size: int) -> Scouted:
     pilots = [pilot(pair, "remove", epsilon, size, failure)]
     if free["add"] > 1e-3 * pilots[0].estimate:
         pilots.append(pilot(pair, "add", epsilon, size, failure))
-    draws = _draws(pair, pilots, failure)
+    draws = _draws(pair, pilots, failure, free)
     expected = [
-        (1 + _CONSTANT_SLACK) * each.mixture.mean
-        + expected_excess(count, each.mixture.variance, each.mixture.most, failure)
-        if each.mixture and count
-        else free[each.direction]
+        _expected_upper(each.mixture, count, failure) if each.mixture and count else free[each.direction]
         for each, count in zip(pilots, draws, strict=True)
     ]
     rest = free["add"] if len(pilots) == 1 else 0.0
@@ -149,14 +144,17 @@ def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Cer
     return Certificate(lower, min(upper, scouted.free), _METHOD, failure, used)
 
 
-def _draws(pair: Pair, pilots: list[Pilot], failure: float) -> list[int]:
-    """How many draws each direction's certificate should take: for the narrowest width that is cheap, at most 5%."""
+def _draws(pair: Pair, pilots: list[Pilot], failure: float, free: dict[Direction, float]) -> list[int]:
+    """How many draws each direction's certificate should take: for the narrowest width that is cheap, at most 5%.
+
+    None if they cost too much, or if their bound is expected to be above `free`, which takes no draws.
+    """
     top = max(each.estimate for each in pilots)
     if top == 0.0:
         return [0] * len(pilots)
     counts = []
     for slack in _SLACKS:
-        counts = [_draws_for(slack, pair, each, failure, top) for each in pilots]
+        counts = [_draws_for(slack, pair, each, failure, top, free[each.direction]) for each in pilots]
         numbers = sum(
             n * pair.width * each.mixture.price for n, each in zip(counts, pilots, strict=True) if each.mixture
         )
@@ -165,7 +163,7 @@ def _draws(pair: Pair, pilots: list[Pilot], failure: float) -> list[int]:
     return counts
 
 
-def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: float) -> int:
+def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: float, free: float) -> int:
     mixture = piloted.mixture
     if mixture is None:
         return 0
@@ -173,7 +171,12 @@ def _draws_for(slack: float, pair: Pair, piloted: Pilot, failure: float, top: fl
     excess = max(slack * top, 0.5 * (top - piloted.estimate), 0.8 * top - 2.0 * piloted.estimate)
     wanted = draws_needed(excess, mixture.variance, mixture.most, failure)
     affordable = _WORK / (min(pair.width, 512) * mixture.price)
-    return int(max(_LEAST, min(wanted, affordable, _MOST)))
+    count = int(max(_LEAST, min(wanted, affordable, _MOST)))
+    return count if affordable > _LEAST / 4 and _expected_upper(mixture, count, failure) < free else 0
+
+
+def _expected_upper(mixture: Mixture, count: int, failure: float) -> float:
+    return (1 + _CONSTANT_SLACK) * mixture.mean + expected_excess(count, mixture.variance, mixture.most, failure)
 
 
 def _certify_direction(
@@ -182,7 +185,7 @@ def _certify_direction(
     """Lower and upper bound on δ in the pilot's direction, and how many draws that took."""
     mixture = piloted.mixture
     if mixture is None or not count:
-        return 0.0, 1.0, 0
+        return 0.0, sampling_free(pair, piloted.direction, epsilon), 0
     counts = [max(1, round(count * share)) for share in mixture.shares]
     total = sum(counts)
     shares = np.array(counts) / total
@@ -251,7 +254,7 @@ def _draw(
     together = Draws(loss, drift, np.concatenate([piece.powers for piece in pieces], axis=1), auxiliary)
     origin = np.repeat(np.arange(len(proposals), dtype=np.intp), counts)
     if log_constants is None:
-        log_constants = np.array([_log_mean(auxiliary[origin == k]) for k in range(len(proposals))])
+        log_constants = np.array([log_mean(auxiliary[origin == k]) for k in range(len(proposals))])
     densities = np.array(
         [log_density(each, together, keys, pair, float(z)) for each, z in zip(proposals, log_constants, strict=True)]
     )
@@ -283,13 +286,6 @@ def _log_mixture(densities: Array, shares: Array) -> Array:
         weighted = densities + np.log(shares)[:, None]
     top = weighted.max(axis=0)
     return np.asarray(top + np.log(np.exp(weighted - top).sum(axis=0)))
-
-
-def _price(pair: Pair, proposal: Proposal, log_constant: float) -> float:
-    """What an accepted draw costs relative to one without extras."""
-    if not isinstance(proposal, Tilt):
-        return 1.0
-    return 1.0 + PRICE_OF_EXTRA * proposal.extra * math.exp(min(50.0, pair.log_most(proposal) - log_constant))
 
 
 def _least_variance(drawn: Drawn, prices: Array, rounds: int = 80) -> Array:
@@ -349,9 +345,4 @@ def _most(
         log_bound(each, pair, direction, epsilon, float(z)) - math.log(share)
         for each, z, share in zip(proposals, log_constants, shares, strict=True)
     ]
-    return math.exp(min(700.0, min(logs)))
-
-
-def _log_mean(values: Array) -> float:
-    top = float(values.max())
-    return top + math.log(float(np.exp(values - top).mean()))
+    return math.exp(max(-690.0, min(700.0, min(logs))))  # not 0: bets are divided by it

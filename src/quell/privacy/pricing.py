@@ -121,7 +121,7 @@ def calibrate(
 def epsilon(
     strategy: Strategy, sampling: Sampling, noise_multiplier: float, delta: float, comparisons: int = 1
 ) -> Guarantee:
-    """The smallest ε that noise `noise_multiplier` buys at this delta."""
+    """The smallest ε that can be certified for noise `noise_multiplier` at this delta."""
     sigma = _checked_noise(noise_multiplier)
     _, delta = require_privacy(1.0, delta)
     accountant = _accountant(strategy, sampling, 1.0, delta)
@@ -132,7 +132,7 @@ def epsilon(
 def delta(
     strategy: Strategy, sampling: Sampling, noise_multiplier: float, epsilon: float, comparisons: int = 1
 ) -> Guarantee:
-    """The smallest δ that noise `noise_multiplier` buys at this epsilon."""
+    """The smallest δ that can be certified for noise `noise_multiplier` at this epsilon."""
     sigma, epsilon = _checked_noise(noise_multiplier), require_finite("epsilon", epsilon)
     if epsilon < 0:
         raise QuellError(f"epsilon={epsilon:g} must not be negative")
@@ -163,6 +163,7 @@ def _guarantee(
         (certificate.lower, certificate.upper),
         certificate.failure,
         certificate.draws,
+        sampling,
     )
 
 

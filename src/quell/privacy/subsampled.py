@@ -2,8 +2,9 @@
 
 With g groups and C of at most g bands, one example's participations are ⌈n/g⌉ composed Gaussian mechanisms of noise
 σ/‖column‖, each entered with probability `rate` (arXiv:2306.08153, Theorem 2; g = 1 is DP-SGD, arXiv:1607.00133). How
-columns of different norms are handled, and how rounding errors are counted, is Proof 11 in docs/proofs.md. Columns of
-different norms are composed by `coins`, because the library takes seconds to set up each of them.
+columns of different norms are handled, and how rounding errors are counted, is Proof 11 in docs/proofs.md. The library
+takes seconds for each composition, and far longer where little noise makes losses large. So `coins` takes its place in
+searches, where losses are too many (`_MOST_CELLS`), and where columns have different norms, as those of `diagonal` do.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import numpy as np
 from quell._types import Array
 from quell.analysis.sensitivity import Sensitivity
 from quell.privacy.accountant import Accountant, round_up
-from quell.privacy.coins import coin_bound, coin_delta, coin_epsilon
+from quell.privacy.coins import coin_bound, coin_delta, coin_epsilon, reach
 from quell.privacy.gaussian import gaussian_delta, gaussian_sigma
 from quell.privacy.guarantee import Certificate
 from quell.strategy.structure import Strategy
 
-_COARSE, _FINE = 1e-3, 1e-4  # discretisation of losses, finer where ε is below 1
+_SPACING = 1e-4  # of the library's losses, finer where ε is below 1
+_MOST_CELLS = 1 << 22  # of the library's losses: about ten seconds
 _NO_LOSS = 1e-13  # what truncation in the library adds to a δ that is 0
 # One coefficient has a relative error of about log2(grid)·2⁻⁵³ ≈ 2e-15, its r-th power r times that. By Parseval the
 # errors of all cells together are at most √(cells·largest mass) ≈ 3 times as large: grids end a few deviations out.
@@ -63,12 +65,14 @@ class CoinAccountant(Accountant):
         return Sensitivity(self.largest, self.largest, "one participation: the largest column norm")
 
     def guess(self, epsilon: float, delta: float) -> float:
-        often, typical = max(self.rate * math.sqrt(self.rounds), 1e-3), self.reach / math.sqrt(self.rounds)
-        return min(typical * gaussian_sigma(epsilon, delta) * max(often, 0.3), self.safe_sigma(epsilon, delta))
+        """As if all rounds were one Gaussian of their average, or as if one round gave the example away."""
+        together = self.rate * self.reach * gaussian_sigma(epsilon, delta)
+        entered, share = math.log1p(math.expm1(min(epsilon, 300.0)) / self.rate), delta / (self.rounds * self.rate)
+        alone = self.largest * gaussian_sigma(entered, min(0.5, share))
+        return min(max(together, alone), self.safe_sigma(epsilon, delta))
 
     def estimate(self, sigma: float, epsilon: float, careful: bool) -> tuple[float, float]:
-        spacing = (_FINE if careful else _COARSE) * _share(epsilon)
-        return self._upper(sigma, epsilon, spacing), 0.0
+        return min(1.0, coin_delta(self.relative(sigma), self.rate, epsilon), self._plain(sigma, epsilon)), 0.0
 
     def rough(self, sigma: float, epsilon: float, effort: int) -> tuple[float, float]:
         return coin_delta(self.relative(sigma), self.rate, epsilon), 0.0
@@ -85,24 +89,25 @@ class CoinAccountant(Accountant):
         return coin_epsilon(self.relative(sigma), self.rate, delta)
 
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
-        spacing, lower = _FINE * _share(epsilon), 0.0
-        upper = self._upper(sigma, epsilon, spacing)
+        spacing = _SPACING * min(1.0, max(epsilon, 0.2))
         method = f"privacy loss distribution of {self.rounds:,} subsampled Gaussians"
-        if len(self.columns) == 1:
-            lower = float(self._composed(sigma, spacing, False).get_delta_for_epsilon(epsilon))
+        if len(self.columns) > 1 or reach(self.relative(sigma), self.rate) > _MOST_CELLS * spacing:
+            upper = min(1.0, coin_bound(self.relative(sigma), self.rate, epsilon), self._plain(sigma, epsilon))
+            return Certificate(0.0, upper, method)
+        lower, upper = (
+            float(self._composed(sigma, spacing, pessimistic).get_delta_for_epsilon(epsilon))
+            for pessimistic in (False, True)
+        )
+        upper = min(upper + _ROUNDING * self.rounds, self._plain(sigma, epsilon))
         return Certificate(max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds), upper, method)
 
     def relative(self, sigma: float) -> tuple[tuple[int, float], ...]:
         """(rounds, noise) with noise in units of what an example adds to those rounds."""
         return tuple((count, sigma / norm) for count, norm in self.columns)
 
-    def _upper(self, sigma: float, epsilon: float, spacing: float) -> float:
-        if len(self.columns) > 1:
-            found = coin_bound(self.relative(sigma), self.rate, epsilon)
-        else:
-            composed = self._composed(sigma, spacing, True)
-            found = float(composed.get_delta_for_epsilon(epsilon)) + _ROUNDING * self.rounds
-        return min(found, gaussian_delta(sigma / self.reach * (1 - 1e-9), epsilon))
+    def _plain(self, sigma: float, epsilon: float) -> float:
+        """δ of an example that takes part in every round."""
+        return gaussian_delta(sigma / self.reach * (1 - 1e-9), epsilon)
 
     def _composed(self, sigma: float, spacing: float, pessimistic: bool) -> Any:
         # Heavy, untyped, and only this accountant needs it.
@@ -115,10 +120,6 @@ class CoinAccountant(Accountant):
             use_connect_dots=pessimistic,
         )
         return once.self_compose(self.rounds)
-
-
-def _share(epsilon: float) -> float:
-    return min(1.0, max(epsilon, 0.2))
 
 
 def _columns(norms: Array, groups: int) -> tuple[tuple[int, float], ...]:

@@ -17,8 +17,9 @@ import numpy as np
 from quell._types import Array
 
 Direction = Literal["remove", "add"]
+_POWERS = 24  # θ that are tried
 _MOST_EXTRA = 96  # beyond it a tuple costs more to draw than it gains
-PRICE_OF_EXTRA = 0.2  # what one more pattern costs to draw, beside everything else about a draw
+_PRICE_OF_EXTRA = 0.2  # what one more pattern costs to draw, beside everything else about a draw
 _ROUNDING = 1e-9  # added to the logarithm of every bound
 
 
@@ -75,6 +76,9 @@ class Pair(Protocol):
     def average(self) -> float:
         """ᾱ = E α_π."""
 
+    def log_moment(self, theta: float) -> float:
+        """ln M(θ) = ln E_π exp(θα_π)."""
+
     @property
     def centre(self) -> float:
         """ā = ‖m̄‖²/2σ²."""
@@ -101,7 +105,8 @@ def log_bound(proposal: Proposal, pair: Pair, direction: Direction, epsilon: flo
     match proposal:
         case Tilt(theta=theta, extra=extra, shift=0.0) if direction == "remove":
             c = theta + extra
-            return log_kappa(c) - (c - 1) * epsilon + theta * (theta - 1) * pair.heaviest + log_constant + _ROUNDING
+            spread = (theta - 1) * pair.log_moment(theta) if theta > 1 else 0.0
+            return log_kappa(c) - (c - 1) * epsilon + spread + log_constant + _ROUNDING
         case Mean(shift=shift) if direction == "add" and shift < 0:
             s = -shift
             return log_kappa(s + 1) - s * (epsilon - pair.average) + s * s * pair.centre + _ROUNDING
@@ -122,8 +127,11 @@ def sampling_free(pair: Pair, direction: Direction, epsilon: float) -> float:
 
 
 def best_power(pair: Pair, epsilon: float) -> float:
-    """The θ with the smallest bound, near ½ + ε/2α."""
-    return max(1.0, 0.5 + epsilon / (2 * pair.heaviest))
+    """The θ with the smallest bound, which is about ½ + ε/2α for an α between the average and the largest."""
+    least, most = (max(1.0, 0.5 + epsilon / (2 * alpha)) for alpha in (pair.heaviest, pair.average))
+    grid = np.geomspace(least, most, _POWERS) if most > least * (1 + 1e-9) else np.array([least])
+    bounds = [log_bound(Tilt(float(theta)), pair, "remove", epsilon, 0.0) for theta in grid]
+    return float(grid[int(np.argmin(bounds))])
 
 
 def best_extra(pair: Pair, epsilon: float) -> int:
@@ -187,3 +195,16 @@ def log_numerator(direction: Direction, epsilon: float, loss: Array) -> Array:
     with np.errstate(divide="ignore"):
         gap = np.log(-np.expm1(-np.maximum(beyond, 0.0)))
     return np.asarray(gap + loss if direction == "remove" else gap)
+
+
+def price(pair: Pair, proposal: Proposal, log_constant: float) -> float:
+    """What an accepted draw costs relative to one without extras."""
+    if not isinstance(proposal, Tilt):
+        return 1.0
+    return 1.0 + _PRICE_OF_EXTRA * proposal.extra * math.exp(min(50.0, pair.log_most(proposal) - log_constant))
+
+
+def log_mean(values: Array) -> float:
+    """ln of the mean of exponentials."""
+    top = float(values.max())
+    return top + math.log(float(np.exp(values - top).mean()))

@@ -4,8 +4,9 @@ A scheme says who is in the batch of a step, how often one example can take part
 accountant prices it, and how to say all that to people. Each scheme is one file of this package and one line in its
 `__init__`; nothing outside asks which scheme it has.
 
-What a scheme cannot do cannot be written down: bins that are drawn again every epoch, for example, are a different
-scheme ("random allocation") whose participations can be two steps apart, and no class here has an option for it.
+A class has options only for what its accountant covers. Balls-in-bins sampling, for example, has no option to draw the
+bins again every epoch: that would be another scheme ("random allocation"), in which an example can take part in two
+consecutive steps.
 
 `adjacency` says which neighbours the guarantee is about. Where every example is placed by its own coins, independently
 of the others, removing one changes nobody else's batches: "add-remove". Where batches are cut by position, an example
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from quell.errors import QuellError, require_finite
+from quell.errors import QuellError, require_finite, require_same_steps
 from quell.participation import Participation
 from quell.privacy.accountant import Accountant
 from quell.schemes.randomness import Indices
@@ -33,21 +34,21 @@ if TYPE_CHECKING:
 class Scheme(ABC):
     """One way of forming batches for one run: a frozen dataclass with `steps` and the scheme's own numbers."""
 
-    name: ClassVar[str]  # which is API
+    name: ClassVar[str]  # what users pass as sampling=; also in plan files
     adjacency: ClassVar[str] = "add-remove"
     words: ClassVar[str]  # how batches are formed, in a sentence for people
     amplifies: ClassVar[bool] = True  # whether random batches are part of the proof
-    best_for_independent_noise: ClassVar[bool] = False  # nothing amplifies that more
-    takes_any_strategy: ClassVar[bool] = False  # of those with C ≥ 0, whatever their bands
+    best_for_independent_noise: ClassVar[bool] = False  # no other scheme needs less of it
+    takes_any_strategy: ClassVar[bool] = False  # whether every C ≥ 0 is accepted, with any number of bands
     drawn: ClassVar[bool] = False  # whether certificates may come from draws
-    per_user: ClassVar[bool] = False  # whether it needs no more than a bound on participations, anybody's
-    equal_sizes: ClassVar[bool] = False  # whether all batches are as large, up to one example
-    unknown: ClassVar[str] = ""  # what to say to somebody who asks for an option that it does not have
+    per_user: ClassVar[bool] = False  # whether its proof also holds for users with several examples
+    equal_sizes: ClassVar[bool] = False  # whether batch sizes differ by at most one example
+    unknown: ClassVar[str] = ""  # added to the error about an unknown option
 
     steps: int
 
     def __post_init__(self) -> None:
-        assert self.participation  # which refuses numbers that do not fit together
+        assert self.participation  # computing it refuses numbers that do not fit together
 
     @classmethod
     @abstractmethod
@@ -64,7 +65,7 @@ class Scheme(ABC):
     def participation(self) -> Participation:
         """How often, and how far apart, one example can take part."""
 
-    if TYPE_CHECKING:  # a field in some, which must not find a property here
+    if TYPE_CHECKING:  # some schemes have it as a dataclass field, which a property here would override
 
         @property
         def separation(self) -> int: ...
@@ -106,8 +107,7 @@ class Scheme(ABC):
 
 @lru_cache(maxsize=16)
 def _accountant(scheme: Scheme, strategy: Strategy) -> Accountant:
-    if strategy.steps != scheme.steps:
-        raise QuellError(f"the strategy has {strategy.steps:,} steps but the sampling {scheme.steps:,}")
+    require_same_steps(strategy=strategy.steps, sampling=scheme.steps)
     return scheme.account(strategy)
 
 

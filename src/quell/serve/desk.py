@@ -62,7 +62,7 @@ class SupersededError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One checked request: the run, whether a quick draft will do, and which open page asks."""
+    """One checked request: the run, whether a preview is enough, and which open page asks."""
 
     run: Run
     draft: bool
@@ -70,7 +70,7 @@ class Question:
 
 
 def read_question(query: str, fixed: Run) -> Question:
-    """The question in a query string; what the page does not ask about is as in `fixed`."""
+    """The request in a query string; what it does not mention is as in `fixed`."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=len(_LABELS) + 2)
     except ValueError:
@@ -112,7 +112,7 @@ def controls(run: Run) -> list[dict[str, Any]]:
 
 
 def draft_plan(run: Run) -> Plan:
-    """A plan among the mechanisms that need no search, under fixed batches: valid as it stands, but seldom the best."""
+    """A preview: a valid plan among mechanisms that need no search, with fixed batches, but seldom the best."""
     run = run.changed(sampling=FIXED.name)
     prices, space = Prices(run), space_of(run)
     best: list[Mechanism] = []
@@ -149,7 +149,7 @@ class Desk:
             still_wanted()
             plan = draft_plan(question.run) if question.draft else make_plan(question.run, still_wanted)
             still_wanted()
-            return page_content(plan, answers(plan, thorough=False), thorough=False)
+            return page_content(plan, answers(plan, thorough=False, prices=Prices(question.run)), thorough=False)
 
     def _ticket(self, page: str) -> int:
         with self._writing:

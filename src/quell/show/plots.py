@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,21 @@ if TYPE_CHECKING:
     from quell.run import Run
 
 _GREEN, _RED, _PURPLE, _GREY = "#1f6f43", "#b3341c", "#6b4fa0", "#5a626c"
+_FORMATS = (".png", ".svg", ".pdf")
 _ARMS = {"not private": _GREY, "DP-SGD": _RED, "planned": _GREEN}
+
+
+def require_picture(path: str | Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything long is computed."""
+    if Path(path).suffix.lower() not in _FORMATS:
+        raise QuellError(f"cannot write the plot {path}: use a name ending in .png, .svg or .pdf")
+    if find_spec("matplotlib") is None:
+        raise QuellError("plots need matplotlib: pip install 'quell[plot]'")
 
 
 def draw_plan(content: dict[str, Any], path: str | Path) -> None:
     """The four charts of a plan's page for the recommended mechanism and DP-SGD; `content` as in `show.page`."""
+    require_picture(path)
     figure = _figure(12, 8.5)
     memory, error, cancellation, epsilon = figure.subplots(2, 2).flat
     chosen, dpsgd = content["mechanisms"][content["recommended"]], content["baseline"]
@@ -56,7 +67,7 @@ def _draw_memory(axes: Axes, content: dict[str, Any]) -> None:
     for row in [*best, content["baseline"]]:
         axes.annotate(row["label"], (row["buffers"], row["rmse"]), (4, 5), textcoords="offset points", fontsize="small")
     axes.axhline(content["lower_bound"], color=_PURPLE, linestyle="-.", label="best possible without amplification")
-    axes.set(title="Error against memory", xlabel="model-sized buffers", ylabel="RMSE", yscale="log")
+    axes.set(title="Error by memory", xlabel="model-sized buffers", ylabel="RMSE", yscale="log")
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(-0.3, 10 * max(1, *(row["buffers"] for row in rows)))
 
@@ -77,6 +88,7 @@ def draw_sweep(
     run: Run, swept: str, mechanisms: Sequence[Mechanism], dpsgd: float, bound: float, path: str | Path
 ) -> None:
     """RMSE and MaxSE of one family against the swept parameter, beside DP-SGD's RMSE and the lower bound."""
+    require_picture(path)
     figure = _figure(7, 4.5)
     axes = figure.subplots()
     values = [float(m.strategy.parameters[swept]) for m in mechanisms]
@@ -99,6 +111,7 @@ def draw_sweep(
 
 def draw_training(content: dict[str, Any], path: str | Path) -> None:
     """Noise and accuracy side by side, every run thin and their mean thick; `content` as in `quell.train`."""
+    require_picture(path)
     figure = _figure(11, 4.5)
     noise, accuracy = figure.subplots(1, 2)
     for arm in content["arms"]:
@@ -122,10 +135,8 @@ def draw_training(content: dict[str, Any], path: str | Path) -> None:
 
 def _figure(width: float, height: float) -> Figure:
     """An empty matplotlib figure, without a window."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise QuellError("plots need matplotlib: pip install 'quell[plot]'") from missing
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -134,6 +145,4 @@ def _save(figure: Figure, path: str | Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as problem:
-        raise QuellError(
-            f"cannot write the plot {path}: {problem}; use a name ending in .png, .svg or .pdf"
-        ) from problem
+        raise QuellError(f"cannot write the plot {path}: {problem}") from problem

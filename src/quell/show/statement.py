@@ -62,7 +62,7 @@ def assumption(sampling: str) -> str:
 def report_markdown(report: PrivacyReport) -> str:
     """A privacy report as Markdown."""
     end, spent = at_least(report.epsilon_at_the_end), at_least(report.epsilon_so_far)
-    delta, failure = words.number(report.delta), report.failure_probability
+    delta, chance = words.number(report.delta), report.failure_probability
     rows = {
         "promise at the end": f"({end}, {delta})-DP after {report.steps:,} steps",
         "spent so far": f"ε = {spent} at δ = {delta} after {report.steps_done:,} steps ({report.epsilon_so_far_is})",
@@ -72,7 +72,7 @@ def report_markdown(report: PrivacyReport) -> str:
         "mechanism": f"{report.mechanism}, noise multiplier {at_least(report.noise_multiplier)}",
         "clipping": f"every example's gradient is clipped to norm {report.max_grad_norm:g}; sums are divided by "
         f"{report.expected_batch_size:g}",
-        "bound": report.bound + (f" (failure probability {words.number(failure)} included in δ)" if failure else ""),
+        "bound": report.bound + (f" ({words.failure(chance)})" if chance else ""),
         "key": report.key,
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),
     }

@@ -20,7 +20,7 @@ from quell.strategy import FAMILIES
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.file import Check
-    from quell.planning.questions import Answers, Choice
+    from quell.planning.questions import Answers, EpochChoice
 
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
 _TEXT_WIDTH = 120
@@ -80,8 +80,8 @@ def print_plan(plan: Plan, answers: Answers, console: Console) -> None:
     console.print(words.describe_run(plan.run), highlight=False)
     console.print(mechanism_table(plan.alternatives, answers.dpsgd.rmse, plan, console.width))
     console.print("\n".join(words.explanation(plan, answers)), highlight=False)
-    for note in plan.run.notes:
-        console.print(f"Note: {note}.", style="yellow", highlight=False)
+    for note in words.notes(plan.run):
+        console.print(f"Note: {note}", style="yellow", highlight=False)
 
 
 def plan_text(plan: Plan, answers: Answers) -> str:
@@ -96,10 +96,10 @@ def plan_html(plan: Plan, answers: Answers) -> str:
     return f"<pre>{html.escape(plan_text(plan, answers))}</pre>"
 
 
-def choices_table(choices: Sequence[Choice]) -> Table:
+def choices_table(choices: Sequence[EpochChoice]) -> Table:
     """Ways to spend a fixed number of steps."""
     table = Table("epochs", "batch", "mechanism", "sampling", "σ", "error per example seen", box=box.SIMPLE_HEAD)
-    least = choices[0].noise_per_example
+    first, least = choices[0], words.counted(choices[0].run.epochs, "epoch")
     for choice in choices:
         table.add_row(
             f"{choice.run.epochs:,}",
@@ -107,7 +107,7 @@ def choices_table(choices: Sequence[Choice]) -> Table:
             words.label(choice.mechanism),
             choice.mechanism.sampling,
             f"~{at_least(choice.mechanism.noise_multiplier, 4)}",
-            f"{choice.noise_per_example / least:.3f} × that of one epoch",
+            f"{choice.error_per_example / first.error_per_example:.3f} × that of {least}",
         )
     return table
 

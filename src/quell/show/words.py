@@ -15,7 +15,7 @@ from quell.strategy.family import DIVERGENCE, HORIZON
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
-    from quell.planning.questions import Answers, Choice
+    from quell.planning.questions import Answers, EpochChoice
     from quell.privacy import Estimate, Guarantee
     from quell.run import Run
 
@@ -34,10 +34,10 @@ _COLUMNS = {
     "MaxSE": "MaxSE: the same at the worst step.",
     "train": "train: predicted training error.",
     "gain": "gain: DP-SGD's RMSE divided by this one (estimated where batches are random).",
-    "gap": "gap: this RMSE divided by the best possible without random batches.",
     "mem": "mem: model-sized vectors kept.",
     "draws": "draws: noise vectors made per step.",
 }
+_CHANGES = {"epochs": "Twice the epochs", "batch_size": "Batches twice as large"}
 _NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
 _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -46,12 +46,16 @@ _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float) -> str:
-    """A probability, rounded up, with a power of ten where it is small.
+    """δ, rounded up, with a power of ten where it is small.
 
     >>> number(1e-5), number(2.5e-7), number(0.001)
     ('10⁻⁵', '2.5·10⁻⁷', '0.001')
     """
-    mantissa, _, exponent = at_least(value).partition("e")
+    return _power_of_ten(at_least(value))
+
+
+def _power_of_ten(text: str) -> str:
+    mantissa, _, exponent = text.partition("e")
     if not exponent:
         return mantissa
     power = f"10{str(int(exponent)).translate(_DIGITS)}"
@@ -98,7 +102,8 @@ def legend(
     if any(each.get("column_normalise") for each in parameters):
         shown.append("*: columns of C scaled to norm 1.")
     if objective is not None:
-        shown.append(f"The plan minimises {_COLUMN_OF[objective]}.")
+        column = _COLUMN_OF[objective]
+        shown.append(f"The plan minimises {column if column in columns else f'the {ERRORS[objective]}'}.")
     families = [each for each in dict.fromkeys(m.family for m in mechanisms) if each is not INDEPENDENT]
     named = [f"{family.name} is {family.paper}" for family in families if family.paper]
     return " ".join([*shown, *([f"In papers {', '.join(named)}."] if named else [])])
@@ -116,14 +121,22 @@ def level(epsilon: float, delta: float) -> str:
     return f"({at_least(epsilon)}, {number(delta)})-DP"
 
 
+def method(guarantee: Guarantee) -> str:
+    """The kind of accounting that the promise rests on."""
+    return "Monte-Carlo accounting" if guarantee.failure_probability else guarantee.method
+
+
 def proof(guarantee: Guarantee) -> str:
     """How the promise is known."""
     if guarantee.failure_probability:
         return (
-            f"Certified by Monte-Carlo accounting ({guarantee.draws:,} draws, failure probability "
-            f"{number(guarantee.failure_probability)} included in δ)."
+            f"Certified by {method(guarantee)} ({guarantee.draws:,} draws, {failure(guarantee.failure_probability)})."
         )
-    return f"Certified by the {guarantee.method} (sensitivity: {guarantee.sensitivity.kind})."
+    return f"Certified by the {method(guarantee)} (sensitivity: {guarantee.sensitivity.kind})."
+
+
+def failure(probability: float) -> str:
+    return f"failure probability {_power_of_ten(f'{probability:.1g}')} included in δ"
 
 
 def estimated(estimate: Estimate) -> str:
@@ -167,8 +180,25 @@ def describe_run(run: Run) -> str:
     )
 
 
+def notes(run: Run) -> list[str]:
+    """Warnings about a run."""
+    found = []
+    if run.examples is not None and run.delta * run.examples > 1:
+        found.append(
+            f"δ = {number(run.delta)} is above 1/examples = {1 / run.examples:.2g}: such a guarantee would allow "
+            "publishing a whole example."
+        )
+    if run.examples is not None and run.batch_size and (left := run.examples % run.batch_size):
+        rest = f"the {left:,} left over make" if left > 1 else "the one left over makes"
+        found.append(
+            f"{run.examples:,} examples do not divide into batches of {run.batch_size:,}: an epoch has "
+            f"{counted(run.steps_per_epoch, 'step')}, and {rest} some batches larger."
+        )
+    return found
+
+
 def recommendation(plan: Plan, answers: Answers) -> str:
-    """What to use and what it buys."""
+    """What to use, and what you gain by it."""
     chosen = plan.mechanism
     use = f"{chosen.sampling} sampling and noise multiplier {at_least(chosen.noise_multiplier, 4)}"
     if chosen.family is INDEPENDENT:
@@ -209,18 +239,20 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
             f"The leaders are within estimation error of each other ({label(first)} is estimated to be "
             f"{1 - first.score(objective) / chosen.score(objective):.1%} better); this one was certified."
         )
-    lines.append(
-        " ".join(
-            f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
-            f"({ERRORS[objective]} {each.score(objective):.4g})."
-            for each in answers.frontier
+    if answers.frontier:
+        lines.append(
+            " ".join(
+                f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
+                f"({ERRORS[objective]} {each.score(objective):.4g})."
+                for each in answers.frontier
+            )
         )
-    )
     for change in answers.changes:
         if abs(1 - change.ratio) >= 0.005:
+            more = _CHANGES.get(change.what) or f"Memory for {copies(change.mechanism.buffers)}"
             lines.append(
-                f"{change.what} would {'lower' if change.ratio < 1 else 'raise'} the error"
-                f"{' per example seen' if change.longer else ''} by {abs(1 - change.ratio):.0%} "
+                f"{more} would {'lower' if change.ratio < 1 else 'raise'} the error"
+                f"{'' if change.what == 'memory' else ' per example seen'} by {abs(1 - change.ratio):.0%} "
                 f"({label(change.mechanism)}, {change.mechanism.sampling} sampling)."
             )
     ratio = chosen.rmse / answers.lower_bound
@@ -234,7 +266,7 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
     return lines
 
 
-def best_choice(choice: Choice) -> str:
+def best_choice(choice: EpochChoice) -> str:
     """The end of a comparison of ways to spend a fixed number of steps."""
     return (
         f"Of these, {counted(choice.run.epochs, 'epoch')} with batches of {choice.run.batch_size:,} leave the "

@@ -55,10 +55,10 @@ def band(workload: Workload, participation: Participation, bands: int, solution:
 def dense(workload: Workload, participation: Participation, solution: Array | None = None) -> BandedStrategy:
     """The lower-triangular C with unit columns that minimises ‖A·C⁻¹‖_F, for one participation."""
     if participation.count > 1:
-        raise QuellError(
-            f"dense is for a single participation, not {participation.count}: "
-            f"take band with bands={participation.separation} (the separation)"
-        )
+        bands = participation.separation
+        quick = workload.steps * bands <= _MOST_PLANNED
+        better = f"band with bands={bands} (the separation)" if quick else f"band_toeplitz with bands={min(bands, 16)}"
+        raise QuellError(f"dense is for a single participation, not {participation.count}: take {better}")
     n = workload.steps
     if n > _MOST_DENSE:
         raise QuellError(f"dense holds {n:,}² numbers: at most {_MOST_DENSE:,} steps; take band or band_toeplitz")

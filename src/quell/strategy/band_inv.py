@@ -18,7 +18,6 @@ from quell._types import Array
 from quell.algebra.descent import Convergence
 from quell.participation import Participation
 from quell.strategy.family import DIVERGENCE, HORIZON, Candidates, Family, Line, Space, shaped
-from quell.strategy.fractional import best_lambda
 from quell.strategy.optimised import Solution, Watch, amplified, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
@@ -43,11 +42,11 @@ def band_inv(
 
         _, start = roots(workload, bands)
         start = start / start[0]
-        memory = 1.0 / (1.0 - best_lambda(workload, participation, objective))
-        task = decoder(workload, bands, last_only=objective == "maxse", memory=memory)
+        task = decoder(workload, bands, last_only=objective == "maxse")
         b, k = participation.separation, participation.count
         columns = partial(leftmost_energy, steps=workload.steps, separation=b, count=k)
-        return minimise_product(task, start, amplified(participation, divergence) or columns, watch)
+        smooth = k == 1 or 4 * bands <= b  # with more bands C turns negative, and |C| has kinks
+        return minimise_product(task, start, amplified(participation, divergence) or columns, smooth, watch)
 
     parameters: dict[str, Parameter] = {"bands": bands, "objective": objective}
     if divergence is not None:
@@ -62,7 +61,7 @@ def band_inv(
 
 
 def _planned(space: Space) -> Candidates:
-    """In very long runs only few bands can be found in seconds."""
+    """In very long runs only few bands are tried, to keep planning short."""
     return [each for each in space.noising_bands() if int(each["bands"]) * space.participation.steps <= _MOST_PLANNED]
 
 

@@ -22,7 +22,7 @@ from quell.strategy.recurrence import Exponentials
 from quell.strategy.structure import ToeplitzStrategy
 from quell.workload import Workload
 
-_MOST_SHAPED = 2  # buffers that sums which fade can use
+_MOST_SHAPED = 2  # most buffers worth having with a horizon
 _MOST_BUFFERS, _MOST_PLANNED = 10, 3  # beyond three a planner's seconds buy a percent
 
 

@@ -138,7 +138,7 @@ class Family:
     normalisable: bool = False
     normalised: bool = False  # by default
     constant_rate_only: bool = False
-    sturdy: bool = False  # found in a second, and one of its kind: what questions compare runs by
+    sturdy: bool = False  # quick to find and good for most runs: `planning.questions` compares runs with these only
     instant_steps: float = 0.0  # the most steps of a run for which its grid is priced in milliseconds
     rough_version: str | None = None  # a family that is almost as good: a search asks first whether that could win
     paper: str = ""  # what papers call it, where that is another name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -51,6 +51,7 @@ def lambda_cgd(
     return ToeplitzStrategy("lambda_cgd", workload.steps, given_noising=noising, parameters={"lambda": lambda_})
 
 
+@lru_cache(maxsize=8)
 def best_lambda(workload: Workload, participation: Participation, objective: str = "rmse") -> float:
     """The λ that minimises sensitivity × error, or for "training" one that cancels less.
 
@@ -82,7 +83,7 @@ def _best_power(workload: Workload, participation: Participation, bands: int, la
 
     def score(gamma: float) -> float:
         theta = series.binomial(gamma, lambda_, bands)
-        energy, _, _ = energy_of_inverse(theta, columns, n, n)
+        energy, _ = energy_of_inverse(theta, columns, n)
         return math.log(task.of_product(theta)[0]) + math.log(energy)
 
     return _minimise(score, 0.0, 1.0)

@@ -20,9 +20,10 @@ from quell.strategy.structure import BandedStrategy, ToeplitzStrategy
 from quell.workload import Workload
 
 if TYPE_CHECKING:
-    from quell.algebra.toeplitz import Decoder, Energy
+    from quell.algebra.decoder import Decoder
+    from quell.algebra.toeplitz import Energy
 
-_SOLVER = 3  # raised when a better optimiser makes old cache entries worth replacing
+_SOLVER = 4  # raised when a better optimiser makes old cache entries worth replacing
 
 Solution = tuple[Array, Convergence]
 Watch = Callable[[Convergence], None]
@@ -109,7 +110,7 @@ def fingerprint(workload: Workload) -> dict[str, Any]:
 
 
 def amplified(participation: Participation, divergence: float | None) -> Energy | None:
-    """The energy that a strategy shaped for this divergence makes small; None where none is asked for."""
+    """The function that a strategy optimised for this divergence minimises; None without a divergence."""
     if divergence is None:
         return None
     from quell.algebra.overlaps import amplified_energy
@@ -118,12 +119,9 @@ def amplified(participation: Participation, divergence: float | None) -> Energy 
     return partial(amplified_energy, separation=b, count=k, divergence=divergence)
 
 
-def decoder(workload: Workload, bands: int, *, last_only: bool, memory: float = 0.0) -> Decoder:
-    """The workload at a constant rate, as `quell.algebra.toeplitz` wants it.
-
-    `memory` is how many steps the strategy may remember; the first horizon is long enough for that to die out.
-    """
-    from quell.algebra.toeplitz import Decoder
+def decoder(workload: Workload, bands: int, *, last_only: bool) -> Decoder:
+    """The workload at a constant rate, as `quell.algebra.toeplitz` wants it."""
+    from quell.algebra.decoder import Decoder
 
     if workload.inverse_series is None:
         return Decoder(workload.steps, workload.coefficients, np.ones(1), last_only)
@@ -132,7 +130,7 @@ def decoder(workload: Workload, bands: int, *, last_only: bool, memory: float = 
         np.ones(1),
         workload.inverse_series,
         last_only,
-        horizon=40 * bands + 400 + int(60 * memory),
+        horizon=40 * bands + 400,
         rate=workload.decay,
         residue=workload.decay / (workload.decay - workload.momentum),
     )

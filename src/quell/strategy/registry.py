@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 from quell._types import Array
-from quell.errors import QuellError, require_count, require_finite, short
+from quell.errors import QuellError, require_count, require_finite, require_same_steps, short
 from quell.participation import Participation
 from quell.strategy import band, band_inv, band_toeplitz, blt, diagonal, fractional, identity, square_root, tree
 from quell.strategy.family import DIVERGENCE, HORIZON, LEAST_DIVERGENCE, MOST_DIVERGENCE, NORMALISE, Family
@@ -61,8 +62,7 @@ def build(
     bisr(bands=4) over 100 steps
     """
     family = find(name)
-    if participation.steps != workload.steps:
-        raise QuellError(f"the workload has {workload.steps:,} steps but the participation {participation.steps:,}")
+    require_same_steps(workload=workload.steps, participation=participation.steps)
     normalise = bool(parameters.pop(NORMALISE, family.normalised))
     if normalise and not family.normalisable:
         raise QuellError(f"{family.name} cannot be column-normalised: leave that option out")
@@ -70,7 +70,7 @@ def build(
         takes = ", ".join(family.takes) or "no parameters"
         raise QuellError(f"{family.name} does not take {', '.join(unknown)}: it takes {takes}")
     if missing := [name for name in family.required if name not in parameters]:
-        example = ", ".join(_EXAMPLES[name] for name in missing)
+        example = ", ".join(_EXAMPLES.get(name, f"{name}=0.5") for name in missing)
         raise QuellError(f"{family.name} needs {' and '.join(missing)}: for example {example}")
     given: dict[str, Any] = {name: _checked(family, name, value) for name, value in parameters.items()}
     horizon = given.pop(HORIZON, None)
@@ -79,6 +79,8 @@ def build(
     if "lambda" in given:
         given["lambda_"] = given.pop("lambda")  # a Python keyword
     if solution is not None:
+        if "solution" not in inspect.signature(family.build).parameters:
+            raise QuellError(f"{family.name} is not found by a search, so it takes no solution: leave that out")
         given["solution"] = solution
     strategy = family.build(workload, participation, **given)
     if horizon is not None:
@@ -98,6 +100,7 @@ def find(name: str) -> Family:
 
 
 _LEAST = {"buffers": 0, HORIZON: 2}  # a horizon of one step would be independent noise
+_SHARES = ("lambda", "gamma")
 _EXAMPLES = {"bands": "bands=16", "lambda": "lambda=0.95", "gamma": "gamma=0.5"}
 
 
@@ -118,6 +121,6 @@ def _checked(family: Family, name: str, value: Parameter) -> Parameter:
                 "1/sigma^2 of the Gaussian mechanism with the same promise, 0.3 for epsilon 2 and 3 for epsilon 8"
             )
         return number
-    if not 0 <= number <= 1:
+    if name in _SHARES and not 0 <= number <= 1:
         raise QuellError(f"{name}={number:g} must lie between 0 (independent noise, DP-SGD) and 1")
     return number

@@ -51,7 +51,9 @@ class ToeplitzStrategy:
             if values is not None and not np.all(np.isfinite(values)):
                 raise QuellError(f"{self.family}: the strategy has coefficients that are not finite numbers")
         if self.given_noising is not None and not np.all(np.isfinite(self.coefficients)):
-            raise QuellError(f"{self.family}: C overflows within {self.steps:,} steps; its noise would never cancel")
+            raise QuellError(
+                f"{self.family}: C overflows within {self.steps:,} steps; choose fewer bands or another mechanism"
+            )
         if not self.coefficients[0] >= _LEAST:
             raise QuellError(
                 f"{self.family}: the diagonal of C is {self.coefficients[0]:.3g}, not positive or too small"

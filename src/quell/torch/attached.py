@@ -86,7 +86,7 @@ def attach(
     bound = require_clip_norm(max_grad_norm)
     if isinstance(optimizer, PrivateOptimizer):
         raise QuellError("the optimizer is private already: make a new one for a new run")
-    refuse_wrong_arguments(optimizer, data, plan)
+    refuse_wrong_arguments(optimizer, data, plan, noise_memory)
     trained = _in_optimizer_order(optimizer, params)
     if any(is_sharded(parameter) for parameter in trained.values()):
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private")

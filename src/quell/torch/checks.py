@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from quell.errors import QuellError
+from quell.errors import QuellError, short
 from quell.planning import Mechanism, Plan
 
 
@@ -24,8 +25,10 @@ class PlanMismatchWarning(UserWarning):
     """Something is not as planned, or not as asked: the promise holds, the result may be worse."""
 
 
-def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any) -> None:
+def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any, noise_memory: float) -> None:
     """Say which argument is not what it should be, before anything is made of it."""
+    if not isinstance(noise_memory, Real) or not noise_memory >= 0:  # infinity is welcome
+        raise QuellError(f"noise_memory={short(noise_memory)} must be a number of model copies, 0 or more")
     if isinstance(data, Plan):
         raise QuellError("data and plan are swapped: the data comes before the plan")
     if isinstance(plan, Mechanism):

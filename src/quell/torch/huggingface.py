@@ -24,7 +24,7 @@ try:
     from transformers import Trainer, TrainingArguments
 except ImportError as missing:
     raise QuellError(
-        "quell.torch.huggingface needs transformers and accelerate: pip install -c constraints.txt '.[trainers]'"
+        "quell.torch.huggingface needs transformers and accelerate: pip install 'quell[trainers]'"
     ) from missing
 
 if TYPE_CHECKING:

@@ -25,9 +25,7 @@ except ImportError:
     try:
         from pytorch_lightning import Callback
     except ImportError as missing:
-        raise QuellError(
-            "quell.torch.lightning needs Lightning: pip install -c constraints.txt '.[trainers]'"
-        ) from missing
+        raise QuellError("quell.torch.lightning needs Lightning: pip install 'quell[trainers]'") from missing
 
 if TYPE_CHECKING:
     from quell.planning import Plan

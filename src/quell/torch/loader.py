@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from quell.errors import QuellError, require_count
-from quell.torch.run import Portion, Run
+from quell.torch.run import Portion, TrainingRun
+from quell.torch.transfer import uploaded
 
 _KEPT = (
     "num_workers",
@@ -53,7 +54,7 @@ class PlannedLoader(DataLoader[Any]):
     def __init__(
         self,
         data: Any,
-        run: Run,
+        run: TrainingRun,
         physical_batch_size: int | None = None,
         rows_per_example: int = 1,
         fixed_shape: bool | None = False,
@@ -122,7 +123,9 @@ class PlannedSampler(Sampler[list[int]]):
     BatchMemoryManager makes, portions count as received when they are drawn; then workers cannot fetch ahead.
     """
 
-    def __init__(self, run: Run, physical_batch_size: int | None, rows: int = 1, fixed_shape: bool = False) -> None:
+    def __init__(
+        self, run: TrainingRun, physical_batch_size: int | None, rows: int = 1, fixed_shape: bool = False
+    ) -> None:
         self.run, self.rows, self.fixed_shape = run, require_count("rows_per_example", rows), fixed_shape
         self.physical = (
             None if physical_batch_size is None else require_count("physical_batch_size", physical_batch_size)
@@ -172,7 +175,7 @@ class PlannedSampler(Sampler[list[int]]):
         return next(self._stream)
 
 
-def _usual_size(run: Run) -> int:
+def _usual_size(run: TrainingRun) -> int:
     """A size that few of a rank's batches exceed; those come in parts.
 
     Batches that are drawn at random have a standard deviation of about the root of their mean. Two of them cost the
@@ -196,8 +199,8 @@ class IndexedAtOnce(Dataset[Any]):
         return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        return [tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors]
+        chosen = {device: uploaded(indices, device) for device in {tensor.device for tensor in self.tensors}}
+        return [tensor.index_select(0, chosen[tensor.device]) for tensor in self.tensors]
 
 
 class Collated:

@@ -25,7 +25,7 @@ from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.random_states import random_states, set_random_states
-from quell.torch.run import Run, Unfinished
+from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import is_sharded, local
 
 
@@ -34,7 +34,7 @@ class PrivateOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True  # so that a GradScaler hands its scale over, and can be refused
 
-    def __init__(self, optimizer: Optimizer, run: Run, engine: Engine) -> None:
+    def __init__(self, optimizer: Optimizer, run: TrainingRun, engine: Engine) -> None:
         self.original_optimizer = optimizer
         self.run = run
         self.noise_multiplier = run.mechanism.noise_multiplier
@@ -116,6 +116,8 @@ class PrivateOptimizer(Optimizer):
             if (skips and skips.pop(0)) or not self.run.settle():
                 return False
             self._warn_about_schedule()
+            if self.run.step == self.run.noise.steps - 1:
+                self._engine.require_bounded()  # no later step will look at this sum
             self.add_noise()
             self.scale_grad()
             if self.step_hook is not None:

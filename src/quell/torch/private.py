@@ -20,6 +20,7 @@ from quell.torch.checks import (
 )
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
+from quell.torch.engine.graphs import record_passes
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.loader import PlannedLoader
@@ -48,40 +49,51 @@ def make_private(
     micro_batch: int = 32,
     rows_per_example: int = 1,
     fixed_shape: bool | None = None,
+    cuda_graphs: bool = False,
     key: Key | str | Path | None = None,
     seed: int | None = None,
     ledger: str | Path | None = None,
     generator: str = "chacha20",
     noise_memory: float = 0.0,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
-    """Train `model` under the plan's promise: returns model, optimizer and loader for the loop you already have.
+    """Make a training loop private: returns model, optimizer and loader for the loop you already have.
 
-    `clipping`: "layers" follows every layer through one forward and one backward pass; "microbatch" runs the model by
-    torch.func in portions of `micro_batch` examples, for models that "layers" refuses.
+    The promise is the plan's: (ε, δ) per example, by the accountant of the plan's sampling scheme (docs/privacy.md). It
+    needs a model and a loss that do not couple examples; the first batches are checked for that (docs/pytorch.md).
 
-    `loss_reduction` is how your loss treats a batch: "mean" or "sum". A mean must divide by the number of rows; with
-    class weights, `ignore_index`, or a mean over tokens it divides by something that depends on the other examples,
-    which breaks the promise: there sum the examples' own losses and pass "sum". The first batches are probed for
-    this, and for models that mix examples.
+    Args:
+        model: The model to train. Hooks are attached; nothing is wrapped.
+        optimizer: Your optimizer over all parameters of the model that require gradients.
+        data: The training set, or a `DataLoader` whose dataset, collate function and workers are used.
+        plan: The plan whose batches, noise and promise to use.
+        max_grad_norm: The norm to which each example's gradient is clipped.
+        clipping: "layers" follows every layer through one forward and one backward pass. "microbatch" runs the model by
+            `torch.func`, for models that "layers" refuses.
+        mechanism: Another certified mechanism of the plan than the recommended one, by name or as an object.
+        loss_reduction: "mean" or "sum", as your loss does it. A mean must divide by the number of rows only. With class
+            weights, `ignore_index` or a mean over tokens it depends on other examples, which breaks the promise: sum
+            the examples' own losses instead, and pass "sum".
+        physical_batch_size: Most examples that the loader hands out at once, for batches that do not fit into memory.
+            Call `optimizer.step()` for each part; it acts after the last.
+        micro_batch: How many examples "microbatch" runs at a time.
+        rows_per_example: How many rows the loader takes of each example, asking the data set that many times. The mean
+            of their gradients is clipped as one, so augmentation costs no privacy.
+        fixed_shape: Fill batches of random size up to one size with rows of zeros, which count for nobody. Default: on
+            GPUs, for a `TensorDataset`.
+        cuda_graphs: Record the model's passes and the clipping after a few steps and replay them, for steps that Python
+            slows down. Needs batches of one shape. What Python decides in the model is decided once. Passes that cannot
+            be recorded run as usual, with a warning.
+        key: The noise key, or the path of a key file that only its owner can read; it is made if it does not exist.
+            Default: a new key that is not kept.
+        seed: Makes the run repeatable and voids its privacy: for tests.
+        ledger: Where to record released steps, to notice repeated ones after a crash. Default: beside the key file.
+        generator: "chacha20", "chacha8" (faster, smaller security margin) or "philox" (not secure); see docs/noise.md.
+            A run keeps the generator it began with.
+        noise_memory: Model copies (float32) that the noise may keep to save time. The noise is the same for any value,
+            and a resumed run may use another one.
 
-    `rows_per_example`: how many rows the loader takes of each example, asking the data set so many times, one after the
-    other. Their mean is one gradient, clipped as one: augmentations of an example then cost no privacy.
-
-    `fixed_shape`: batches of random size are filled up to one size with rows of zeros, which count for nobody, so that
-    kernels, compiled code and memory see one shape. By default where it pays: on GPUs, for a TensorDataset.
-
-    `physical_batch_size` splits batches that do not fit into memory; call `optimizer.step()` for each part.
-
-    `key` is a `Key`, or a path: the file is made, readable by its owner only, or read if it exists, with a ledger
-    beside it (`ledger`) that remembers across crashes which steps were released. Without it a key is drawn, not kept.
-    `seed` repeats a run, and voids its privacy.
-
-    `noise_memory` is what the noise of mechanisms that need no buffers may hold all the same, in float32 copies of the
-    model, to save time: as many old draws as fit are kept, where that is faster, and not made again. The noise is the
-    same, and a run may go on with another number.
-
-    `generator` makes the noise: "chacha20"; "chacha8", faster with a smaller security margin; or "philox", which is no
-    cipher (`docs/noise.md`). A run goes on with the one it began with.
+    Returns:
+        The model, the wrapped optimizer, and the loader of the plan's batches.
 
     >>> import quell, torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.randn(200, 1))
@@ -101,9 +113,13 @@ def make_private(
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
     if clipping == "microbatch" and (fixed_shape or rows_per_example != 1):
         raise QuellError("rows_per_example and fixed_shape need clipping='layers': leave them out")
+    if cuda_graphs and clipping == "microbatch":
+        raise QuellError("cuda_graphs needs clipping='layers': leave it out")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
-    refuse_wrong_arguments(optimizer, data, plan)
+    refuse_wrong_arguments(optimizer, data, plan, noise_memory)
+    if not isinstance(model, nn.Module):
+        raise QuellError(f"model is a {type(model).__name__}: pass the torch.nn.Module to train")
     if isinstance(model, DistributedDataParallel):
         model = model.module  # gradients are added up after clipping, by the optimizer
     if isinstance(optimizer, PrivateOptimizer) or getattr(model, "_quell_private", False):
@@ -126,7 +142,9 @@ def make_private(
             copy_from_first_rank([*model.parameters(), *model.buffers()])
         engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, rows_per_example, sharded)
         engine.present = run.present
-    run.guard = Probe(model, params)
+        run.guard = probe = Probe(model, params)
+        if cuda_graphs and isinstance(engine, LayerEngine):
+            record_passes(engine, model, lambda: probe.watching)
     model._quell_private = True
     return model, PrivateOptimizer(optimizer, run, engine), loader
 

@@ -1,27 +1,13 @@
 """The first batches are probed: does anything in the model, or in the loss, couple the examples of a batch?
 
-Clipping bounds what one example adds to the sum, and says nothing about what it does to the gradients of the others. So
-nobody's gradient may depend on another example. Here the loop's own work on a batch (`tape.py`) is done again: with one
-group of the examples replaced by one of them, then with all others replaced. Every number that belongs to one example
-stays the same in one of the two. A number that changes in both belongs to several: in the model's outputs it says that
-the model mixes examples, in the gradient of the loss with respect to the outputs that the loss does. A row that changes
-although its own example stays is another one's: then an example has different places in different passes. A model that
-returns its own loss has no output of one example; but a loss L that adds up over examples has L(neither) + L(both) =
-L(first) + L(second), and one that divides by the tokens of the batch has not.
-
-Shapes, batch size and random numbers are the same throughout, so dropout and kernels are too. Weights, buffers and
-random states are left as they were. Three groups are tried. Where the ranks of a sharded model compute together, the
-model is not run again, and only the loss is probed. It costs eleven passes without gradient, for each of
-the first three batches.
+`coupling.py` says how that is found out. Where the ranks of a sharded model compute together, the model is not run
+again, and only the loss is probed. It costs eleven passes without gradient, for each of the first three batches.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
+from quell.torch.coupling import Batch
 from quell.torch.distributed import gather
 from quell.torch.random_states import own_states, set_own_states
 from quell.torch.sharding import is_sharded
@@ -37,30 +24,6 @@ from quell.torch.tape import Tape
 
 BATCHES = 3  # so many are probed
 EXAMPLES = 8  # of each, so that the probe takes little memory beside the loop's own
-
-_PER_EXAMPLE = (
-    "compute one loss per example, from the model's outputs, and add these up (with loss_reduction='sum') or divide by "
-    "the number of examples"
-)
-
-
-_LOSS_COUPLES = (
-    "the loss couples the examples of a batch: the gradient of one example's output changes with the other examples (a "
-    "mean over all tokens, class weights or ignore_index in a mean, statistics of the batch, pairs of examples), so "
-    f"clipping would bound nobody's influence: {_PER_EXAMPLE}"
-)
-_OWN_LOSS = (
-    "the model returns its own loss, and that couples the examples of a batch: it does not add up over them (a mean "
-    "over the tokens of the whole batch does not), so clipping would bound nobody's influence: leave the labels out of "
-    f"the model's arguments, {_PER_EXAMPLE}"
-)
-
-
-_OUT_OF_PLACE = (
-    "rows of the model's outputs belong to other examples than the same rows of the batch (shuffled, rolled or paired "
-    "with others), so one example would be clipped in several places: give the model the rows in the loader's order, "
-    "and let it keep them in order"
-)
 
 
 class UncheckedLossWarning(UserWarning):
@@ -87,6 +50,11 @@ class Probe:
     def __deepcopy__(self, memo: Any) -> Probe:
         """A copy of the model has the hooks, which ignore every model but their own."""
         return self
+
+    @property
+    def watching(self) -> bool:
+        """Whether the loop's work on the present batch is written down."""
+        return self._tape is not None
 
     def watch(self, batch: Any, examples: int) -> None:
         """The loop is about to get this batch."""
@@ -163,7 +131,7 @@ class Probe:
         for most in (EXAMPLES, tape.examples):  # few, unless the loop's work is for so many rows and no others
             try:
                 rerun = not self._sharded
-                problem = _Batch(tape, self.model, BATCHES - self._left, rerun, min(most, tape.examples)).problem()
+                problem = Batch(tape, self.model, BATCHES - self._left, rerun, min(most, tape.examples)).problem()
                 break
             except Exception as error:  # the loop's own code, done again: anything can happen
                 failed = f"doing it again failed with {type(error).__name__}: {error}"
@@ -188,180 +156,6 @@ class Probe:
                 "trained without clipping and noise: make it a parameter of the model, and let the optimizer hold it, "
                 "or detach it"
             )
-
-
-@dataclass(eq=False)
-class _Way:
-    """What came of one way to fill the batch."""
-
-    loss: float
-    outputs: list[Tensor]
-    gradients: list[Tensor]  # of the loss, with respect to the outputs
-    used: list[bool]  # whether the loss uses them
-    buffers: dict[str, Tensor]  # that the pass has written
-
-
-class _Batch:
-    """A batch as it is, and with one group of its examples replaced by one of them, or the other group, or both."""
-
-    def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool, examples: int) -> None:
-        self.tape, self.model, self.rerun = tape, model, rerun
-        half_precision = any(entry.autocast[2] for entry in tape.entries)
-        self.tolerance = 1e-2 if half_precision else 1e-4
-        self.plain = list(range(examples))
-        self._random = random.Random(seed)
-
-    def problem(self) -> str | None:
-        """What is coupled, in a sentence; None where nothing is."""
-        self._require_same_loss()
-        base, rows = self._run(self.plain), self.plain
-        coins = [self._random.randrange(2) for _ in rows]
-        failed = []
-        for group in ([i % 2 for i in rows], [2 * i // len(rows) for i in rows], coins):
-            try:
-                if found := self._problem(base, group):
-                    return found
-            except Exception as error:  # such as a division by zero, where nobody is left to count
-                failed.append(error)
-        if len(failed) == 3:
-            raise failed[0]
-        return None
-
-    def _problem(self, base: _Way, group: list[int]) -> str | None:
-        source, other = (self._random.choice(self.plain or [0]) for _ in range(2))
-        ways = [
-            [source if which else row for row, which in enumerate(group)],
-            [row if which else other for row, which in enumerate(group)],
-            [source if which else other for which in group],
-        ]
-        losses, changes = [base.loss], []
-        for sources in ways:
-            way = self._run(sources)
-            losses.append(way.loss)
-            changes.append((self._changed(base.outputs, way.outputs), self._changed(base.gradients, way.gradients)))
-            if written := self._written(base, way):
-                return written
-        for what in (0, 1):
-            for a, b, used in zip(changes[0][what], changes[1][what], base.used, strict=True):
-                if used and a.dim() and bool((a & b).any()):
-                    return _LOSS_COUPLES if what else self._mixes(ways)
-        stays = [torch.tensor([row == now for row, now in enumerate(sources)]) for sources in ways[:2]]
-        for a, b, used in zip(changes[0][0], changes[1][0], base.used, strict=True):
-            if used and _out_of_place((a, b), stays):
-                return _OUT_OF_PLACE
-        own = [output for output, used in zip(base.outputs, base.used, strict=True) if used and not output.dim()]
-        if own:  # a row's part of the loss is the same number in two ways each, so only their sum is rounded
-            gap = losses[0] + losses[3] - losses[1] - losses[2]
-            tolerance = 1e-2 if own[0].element_size() < 4 else 1e-5
-            if abs(gap) > tolerance * max(map(abs, losses)):
-                return _OWN_LOSS
-        return None
-
-    def _require_same_loss(self) -> None:
-        """From the outputs that the loop had, the loss that it had: else it was not understood."""
-        tape = self.tape
-        assert tape.loss is not None
-        loss = tape.loss.detach()
-        real = (loss if tape.weights is None else loss * tape.weights).sum()
-        if bool(differ(tape.replay(range(tape.examples), rerun=False, grad=False)[0], real, 1e-2)):
-            raise RuntimeError("the loss came out differently")
-
-    def _run(self, sources: Sequence[int]) -> _Way:
-        with restored_buffers(self.model) as written:
-            loss, outputs = self.tape.replay(sources, self.rerun)
-        found = torch.autograd.grad(loss, outputs, allow_unused=True) if loss.requires_grad else [None] * len(outputs)
-        gradients = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, found, strict=True)]
-        return _Way(float(loss.detach()), outputs, gradients, [g is not None for g in found], written)
-
-    def _changed(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
-        return [differ(a.detach(), b.detach(), self.tolerance) for a, b in zip(before, after, strict=True)]
-
-    def _written(self, base: _Way, way: _Way) -> str | None:
-        for name, value in base.buffers.items():
-            if name not in way.buffers or bool(differ(value, way.buffers[name], self.tolerance).any()):
-                return (
-                    f"the model writes what it sees into the buffer {name} in the forward pass, without noise: use a "
-                    "layer that keeps no statistics of the batches"
-                )
-        return None
-
-    def _mixes(self, ways: list[list[int]]) -> str:
-        return (
-            f"the model mixes the examples of a batch{self._place(ways)}: one example's output "
-            "changes with the others, so no example's gradient can be clipped; compute every row of the output from "
-            "its own example (LayerNorm or GroupNorm in place of statistics over the batch)"
-        )
-
-    def _place(self, ways: list[list[int]]) -> str:
-        """The first module, in the order in which they finish, that gives mixed rows, or is given them."""
-        names = {module: name for name, module in self.model.named_modules()}
-        runs = [self._calls(sources) for sources in (self.plain, *ways[:2])]
-        for (module, *base), (_, *one), (_, *other) in zip(*runs, strict=False):
-            for values, inside in zip(zip(base, one, other, strict=True), (False, True), strict=True):
-                for before, a, b in zip(*values, strict=False):
-                    if before.shape == a.shape == b.shape and before.dim():
-                        both = differ(before, a, self.tolerance) & differ(before, b, self.tolerance)
-                        if bool(both.any()):
-                            called = f"{names[module]} ({type(module).__name__})" if names[module] else "its forward"
-                            return f", in {called}" if inside else f", before {called}"
-        return ""
-
-    def _calls(self, sources: Sequence[int]) -> list[tuple[nn.Module, list[Tensor], list[Tensor]]]:
-        """Every module's inputs and outputs."""
-        calls: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
-        kept: Callable[..., Any] = lambda module, *both: calls.append((module, *map(_floats, both)))  # noqa: E731
-        hooks = [module.register_forward_hook(kept) for module in self.model.modules()]
-        try:
-            with restored_buffers(self.model):
-                self.tape.replay(sources)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return calls
-
-
-def differ(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
-    """Where two tensors are apart by more than their rounding, as a share of the largest number in them."""
-    a, b = a.double() if a.dtype == torch.float64 else a.float(), b.to(a.device)
-    scale = torch.cat([value.nan_to_num(0.0, 0.0, 0.0).abs().reshape(-1) for value in (a, b.to(a.dtype))])
-    limit = tolerance * scale.amax() if scale.numel() else 0.0
-    return ((a - b).abs() > limit) | (a.isnan() != b.isnan()) | (a.isinf() != b.isinf())
-
-
-@contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Passes inside leave the buffers as they were; gives what they had written there, when it is over."""
-    places = [
-        (f"{path}.{name}".lstrip("."), module._buffers, name, buffer, buffer.clone(), buffer._version)
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    written: dict[str, Tensor] = {}
-    try:
-        yield written
-    finally:
-        for full, holder, name, buffer, value, version in places:
-            now = holder[name]
-            if now is not buffer or buffer._version != version:
-                written[full] = now.detach().clone()
-                holder[name] = buffer
-                with torch.no_grad():
-                    buffer.copy_(value)
-
-
-def _out_of_place(changes: Sequence[Tensor], stays: Sequence[Tensor]) -> bool:
-    """Whether rows changed whose examples stay, in an output with a row per example; time may come first in it."""
-    shape, examples = changes[0].shape, len(stays[0])
-    return shape[:1] == (examples,) and not any(
-        all(not bool(c.movedim(dim, 0)[kept.to(c.device)].any()) for c, kept in zip(changes, stays, strict=True))
-        for dim in (0, 1)
-        if shape[dim : dim + 1] == (examples,)
-    )
-
-
-def _floats(values: Any) -> list[Tensor]:
-    return [v.detach() for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
 def _leaves(tape: Tape) -> Iterator[Tensor]:

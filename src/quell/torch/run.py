@@ -2,7 +2,8 @@
 
 The optimizer's noise counts the steps. The loader notes every batch that the loop receives, so that a step can be
 refused when its gradients come from anything else, or when a batch was passed over. What a step has gathered before its
-noise is added lies in one place, `Run.unfinished`, and is dropped as a whole: half of it must never be released.
+noise is added lies in one place, `TrainingRun.unfinished`, and is dropped as a whole: half of it must never be
+released.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Guard(Protocol):
 
 
 @dataclass(eq=False)
-class Run:
+class TrainingRun:
     """One private training run of a plan on this rank."""
 
     plan: Plan

@@ -20,7 +20,7 @@ from quell.torch.checks import warn_about_optimizer, warn_about_sampler
 from quell.torch.distributed import agree, share_key, world
 from quell.torch.loader import dataset_of
 from quell.torch.noise import CorrelatedNoise
-from quell.torch.run import Run
+from quell.torch.run import TrainingRun
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -55,7 +55,7 @@ def started_run(
     plan: Plan,
     max_grad_norm: float,
     options: NoiseOptions,
-) -> Iterator[Run]:
+) -> Iterator[TrainingRun]:
     """A run that lasts, unless what is built on it inside the `with` fails: then its key is free for the next try."""
     refuse_user_level(plan)
     refuse_other_data(plan, len(dataset_of(data)))
@@ -78,7 +78,7 @@ def started_run(
         agree=agree if size > 1 else None,
     )
     try:
-        run = Run(plan, chosen, batches, noise, rank, size)
+        run = TrainingRun(plan, chosen, batches, noise, rank, size)
         run.share_released()
         yield run
     except BaseException:

@@ -12,13 +12,13 @@ from threadpoolctl import threadpool_limits
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count, require_finite
-from quell.files import require_folders
+from quell.files import require_writable
 from quell.planning import Plan, make_plan
 from quell.planning.search import Progress
 from quell.run import Run
 from quell.show import plots
 from quell.train import data, models
-from quell.train.comparison import Arm, Outcome, Recipe, arms_of, compare
+from quell.train.comparison import Arm, Outcome, Setting, arms_of, compare
 from quell.train.content import content_of, write_page
 
 
@@ -60,7 +60,7 @@ def train(
     arrays = data.load(path, validate=learning_rate is None)
     models.build(model, arrays.shape, arrays.classes)  # refuses a model that does not fit, before the long part
     plan = make_plan(Run.from_data(examples=len(arrays.train), **run), progress)
-    recipe = Recipe(plan, arrays, model, max_grad_norm, seed)
+    recipe = Setting(plan, arrays, model, max_grad_norm, seed)
     arms = arms_of(plan) if baselines else [Arm("planned", plan.mechanism)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small matrices: threads that wait for each other cost more than they save
@@ -83,17 +83,16 @@ def _check(files: Files, learning_rate: float | None, runs: int, seed: int | Non
         raise QuellError(f"lr={learning_rate:g} must be positive: 0.1 is a start, or leave it out to search")
     if files.report is not None and files.report.suffix not in (".md", ".json"):
         raise QuellError(f"the report {files.report} must end in .md or .json")
-    require_folders(files.wanted)
+    if files.plot is not None:
+        plots.require_picture(files.plot)
+    require_writable(files.wanted)
 
 
 def _write(files: Files, plan: Plan, outcomes: list[Outcome], content: dict[str, Any]) -> None:
-    """Write what was asked for. Weights and report are those of the first planned run, which the promise covers."""
-    if files.plan is not None:
-        plan.save(files.plan)
-    if files.plot is not None:
-        plots.draw_training(content, files.plot)
-    if files.html is not None:
-        write_page(content, files.html)
+    """Write what was asked for, first what only training can make: weights and report.
+
+    They are those of the first planned run, which the promise covers.
+    """
     first = outcomes[-1].runs[0]
     assert first.report is not None
     try:
@@ -106,3 +105,9 @@ def _write(files: Files, plan: Plan, outcomes: list[Outcome], content: dict[str,
             files.report.write_text(f"{first.report.markdown()}\n{beyond}", encoding="utf-8")
     except (OSError, RuntimeError) as problem:
         raise QuellError(f"cannot write the results: {problem}") from problem
+    if files.plan is not None:
+        plan.save(files.plan)
+    if files.html is not None:
+        write_page(content, files.html)
+    if files.plot is not None:
+        plots.draw_training(content, files.plot)

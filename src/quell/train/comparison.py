@@ -38,7 +38,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Setting:
     """What all ways of training have in common."""
 
     plan: Plan
@@ -49,7 +49,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Run:
+class Trained:
     """One trained model: accuracy after every epoch, the model itself, and its privacy report."""
 
     accuracies: list[float]
@@ -63,7 +63,7 @@ class Outcome:
 
     arm: Arm
     learning_rate: float
-    runs: list[Run]
+    runs: list[Trained]
     searched: dict[float, float] = field(default_factory=dict)
 
     @property
@@ -97,7 +97,7 @@ def dpsgd(plan: Plan) -> Mechanism:
 
 
 def compare(
-    recipe: Recipe,
+    recipe: Setting,
     arms: Sequence[Arm],
     runs: int,
     learning_rate: float | None,
@@ -109,7 +109,7 @@ def compare(
     total = len(arms) * (runs + SEARCH_RUNS * len(rates)) * recipe.plan.epochs
     done = 0
 
-    def trained(arm: Arm, rate: float, seed: int, part: Part, doing: str) -> Run:
+    def trained(arm: Arm, rate: float, seed: int, part: Part, doing: str) -> Trained:
         nonlocal done
         progress(done, total, f"{arm.name}: {doing}")
         accuracies, run = [], _Training(recipe, arm, rate, seed)
@@ -118,7 +118,7 @@ def compare(
             accuracies.append(accuracy(run.model, part))
             done += 1
             progress(done, total, f"{arm.name}: {doing}, {accuracies[-1]:.1%}")
-        return Run(accuracies, run.model, run.report())
+        return Trained(accuracies, run.model, run.report())
 
     outcomes = []
     for arm in arms:
@@ -145,7 +145,7 @@ def accuracy(model: nn.Module, part: Part) -> float:
 class _Training:
     """One run, epoch by epoch; random unless a seed was asked for."""
 
-    def __init__(self, recipe: Recipe, arm: Arm, rate: float, number: int) -> None:
+    def __init__(self, recipe: Setting, arm: Arm, rate: float, number: int) -> None:
         plan, part = recipe.plan, recipe.data.train
         seed = None if recipe.seed is None else recipe.seed + number
         self._dice = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)

@@ -12,12 +12,12 @@ from quell.show import tables, words
 from quell.show.page import write
 from quell.show.page.document import assemble
 from quell.strategy import INDEPENDENT
-from quell.train.comparison import Outcome, Recipe
+from quell.train.comparison import Outcome, Setting
 
 _KINDS = {"not private": "frontier", "DP-SGD": "dpsgd", "planned": "recommended"}  # of the page's style
 
 
-def content_of(recipe: Recipe, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Rows, curves and sentences of a comparison (documented in docs/json.md)."""
     finals = {outcome.arm.name: outcome.finals for outcome in outcomes}
     both = {"planned", "DP-SGD"} <= finals.keys()
@@ -30,7 +30,7 @@ def content_of(recipe: Recipe, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def notes_of(recipe: Recipe, outcomes: Sequence[Outcome]) -> list[str]:
+def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     """What the promise does not cover."""
     return words.training_notes(
         seeded=recipe.seed is not None,
@@ -46,7 +46,7 @@ def write_page(content: dict[str, Any], path: Path) -> None:
     write(assemble("Quell training", "training.html", ("charts.js", "training.js"), content, text).html, path)
 
 
-def _arm(recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
+def _arm(recipe: Setting, outcome: Outcome) -> dict[str, Any]:
     mechanism = outcome.arm.mechanism
     spread = "" if outcome.deviation is None else f" ± {100 * outcome.deviation:.1f}"
     row: dict[str, Any] = {"name": outcome.arm.name, "mechanism": "no noise", "batches": "shuffled"}

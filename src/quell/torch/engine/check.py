@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
+from quell.torch.coupling import restored_buffers
 from quell.torch.engine.composite import COMPOSITES
-from quell.torch.probe import restored_buffers
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -128,7 +128,7 @@ class FirstBatch:
                 for piece in parts:
                     numbers = torch.arange(piece.units, device=parameter.device)
                     left_out = numbers < 0 if place is None else numbers != place
-                    total = piece.without(left_out).sum((~left_out).float())  # 0 times a NaN is one
+                    total = piece.sum((~left_out).float())
                     found[name] = found.get(name, 0.0) + total.view(parameter.shape)
         return found
 

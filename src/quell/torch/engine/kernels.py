@@ -1,6 +1,7 @@
 """Where the fused kernels are used, with what sizes, and how much their rounding may take from a norm.
 
-They serve bfloat16 and float16 on GPUs. Products of such numbers are exact in float32; what rounds is adding them up.
+They serve bfloat16 and float16 on GPUs, and rows of float32. Products of half precision are exact in float32; what
+rounds is adding them up.
 Every result is the same each time: partial results are written apart and added in a fixed order, never by atomics.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quell.torch.engine.bounds import UNDERFLOW
+from quell.torch.transfer import uploaded
 
 _TILE, _DEPTH = 128, 64  # of the matrix products: rows and columns, and how deep one step of the loop goes
 _PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num_stages": 4}
@@ -23,14 +25,20 @@ _ROUNDING = 2.0**-23  # tensor cores cut off instead of rounding
 _CHUNK = 1024  # as in triton_kernels.py
 _BLOCK = 1024  # elements of a program that adds up rows
 Factors = tuple[Tensor, Tensor]  # g (units, positions, outputs) and a (units, positions, inputs)
+_HALF = (torch.bfloat16, torch.float16)
 interpreted = False  # whether CPU tensors go through Triton's interpreter: for tests
 
 
 def take(*values: Tensor) -> bool:
-    """Whether the kernels can take these."""
-    if not all(value.is_cuda or interpreted for value in values) or _triton() is None:
+    """Whether the kernels can take these factors of a product."""
+    return all(value.dtype in _HALF and take_rows(value) for value in values)
+
+
+def take_rows(rows: Tensor) -> bool:
+    """Whether the kernels can take these rows."""
+    if not (rows.is_cuda or interpreted) or _triton() is None:
         return False
-    return all(value.dtype in (torch.bfloat16, torch.float16) for value in values) and values[0].numel() > 0
+    return rows.dtype in (*_HALF, torch.float32) and rows.numel() > 0
 
 
 def gram_norms(pairs_of_factors: Sequence[Factors]) -> Tensor:
@@ -127,7 +135,7 @@ def _table(tensors: Sequence[Tensor], aligned: bool = True) -> Iterator[Tensor]:
     """The addresses of tensors, on their device, while they are held; with rows that start at 16-byte borders."""
     held = [_aligned(tensor) if aligned else tensor.contiguous() for tensor in tensors]
     _triton().triton.set_allocator(partial(_workspace, device=held[0].device))
-    yield torch.tensor([tensor.data_ptr() for tensor in held], dtype=torch.int64).to(held[0].device)
+    yield uploaded([tensor.data_ptr() for tensor in held], held[0].device)
 
 
 def _aligned(values: Tensor) -> Tensor:

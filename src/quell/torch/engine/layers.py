@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,16 @@ from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.forward import Layer, TappedForward
-from quell.torch.engine.pieces import Piece, Rows, merged, norms_of, sums_of, wide
+from quell.torch.engine.pieces import Names, Piece, Rows, gathered, sums_of, whole_norms
 from quell.torch.engine.rules import Rule, rule_for
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.sharding import copies, is_sharded, own_share
+from quell.torch.transfer import Awaited
+
+if TYPE_CHECKING:
+    from quell.torch.engine.graphs import Recording
 
 Found = dict[str, list[Piece]]  # by the parameter's name
-Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
-
-_SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
 
 class LayerEngine(Engine):
@@ -61,13 +62,15 @@ class LayerEngine(Engine):
         self.lowered = False  # whether a layer has computed in less than float32, wherever autocast was turned on
         self.rows: int | None = None  # rows of the forward pass that runs now
         self.given: set[int] = set()  # where its inputs lie in memory
-        self._collected = 0  # how often sums were collected: gradients of older forward passes are refused
+        self.collected = 0  # how often sums were collected: gradients of older forward passes are refused
+        self.open: Recording | None = None  # whose forward pass was replayed, and whose backward pass is to come
+        self._replayed: list[Recording] = []  # whose backward pass was replayed, and that are still to be clipped
         self._finished: list[Found] = []
         self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
         self._outer: dict[int, int] = {}  # of a backward pass inside another, which reentrant checkpoints have
         self._missing = set(self.params)  # that no backward pass has brought a gradient for yet
         self._first = None if self.sharded else FirstBatch(self)
-        self._last_sum: tuple[Tensor, int] | None = None  # its norm, not looked at yet, and how many examples it has
+        self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._end)
         names = {id(parameter): name for name, parameter in self.params.items()}
@@ -83,7 +86,7 @@ class LayerEngine(Engine):
 
     def discard(self) -> None:
         super().discard()
-        self._finished, self._under_way, self._outer = [], {}, {}
+        self._finished, self._under_way, self._outer, self._replayed = [], {}, {}, []
 
     # Forward
 
@@ -123,21 +126,12 @@ class LayerEngine(Engine):
 
     def arrival(self, module: nn.Module, rule: Rule) -> Arrived:
         within, used, expected = torch._C._current_graph_task_id(), [False], self.rows
-        made_at = self._collected
+        made_at = self.collected
         if within >= 0:  # a reentrant checkpoint runs its layers again, and has a backward pass of its own
             self._pass(within)
 
         def arrived(inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-            if used[0]:
-                raise QuellError(
-                    f"a second backward pass came through one forward pass of {self.called(module)}: add the losses up "
-                    "and call backward() once"
-                )
-            if made_at != self._collected:
-                raise QuellError(
-                    f"a gradient came to {self.called(module)} from a forward pass before the last optimizer.step(): "
-                    "call backward() and step() before the next batch"
-                )
+            self._require_current(partial(self.called, module), made_at, used[0])
             used[0] = True
             backward = torch._C._current_graph_task_id()
             if within >= 0:
@@ -158,6 +152,18 @@ class LayerEngine(Engine):
                         found[trained[name]].append(piece)
 
         return arrived
+
+    def _require_current(self, called: Callable[[], str], made_at: int, used: bool) -> None:
+        if made_at != self.collected:
+            raise QuellError(
+                f"a gradient came to {called()} from a forward pass before the last optimizer.step(): call backward() "
+                "and step() before the next batch"
+            )
+        if used:
+            raise QuellError(
+                f"a second backward pass came through one forward pass of {called()}: add the losses up and call "
+                "backward() once"
+            )
 
     def _require_rows(self, module: nn.Module, gradients: tuple[Tensor, ...], expected: int | None) -> None:
         sizes = {gradient.shape[0] if gradient.dim() else 0 for gradient in gradients}
@@ -184,15 +190,43 @@ class LayerEngine(Engine):
         finished, self._finished, self._under_way, self._outer = self._finished, [], {}, {}
         return finished
 
+    # Replays of CUDA graphs
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.params.values())).device
+
+    def trains(self) -> bool:
+        """Whether a forward pass that comes now is the loop's own, for training, and the first batch was checked."""
+        looking = self.idle or self._first is not None or torch._C._current_graph_task_id() >= 0
+        return torch.is_grad_enabled() and not looking
+
+    def gathers(self) -> bool:
+        """Whether another pass of this step is under way, or has left gradients."""
+        return bool(self.open or self._replayed or self._finished or self._under_way or self._sums)
+
+    def replayed(self, recording: Recording, made_at: int) -> None:
+        """A backward pass comes to the forward pass that was replayed when sums had been collected `made_at` times."""
+        self._require_current(lambda: "the model", made_at, self.open is not recording)
+        self.open = None
+        self._replayed.append(recording)
+
     # Clipping
 
     def collect(self) -> tuple[int, list[Tensor]]:
         found = super().collect()
-        self._collected += 1
+        self.collected += 1
+        self.open = None
         return found
 
     def flush(self) -> None:
         finished = self.take_finished()
+        replayed, self._replayed = self._replayed, []
+        if finished and replayed:
+            raise QuellError(
+                "several forward passes came in one step, of which one was replayed from a CUDA graph, so their "
+                "gradients cannot be clipped as one: leave cuda_graphs out"
+            )
         for name, parameter in self.params.items():
             if parameter.grad is not None:
                 raise QuellError(
@@ -202,6 +236,11 @@ class LayerEngine(Engine):
         with torch.no_grad(), full_precision():
             for found in finished:
                 self._clip(found)
+        for recording in replayed:
+            examples = self.present(recording.units)
+            recording.clip(examples)
+            own = torch._foreach_mul(list(recording.sums.values()), 1.0)  # the next replay overwrites its sums
+            self._take_sums(examples, dict(zip(recording.sums, own, strict=True)), recording.norm)
         if self._seen and self._missing:
             raise QuellError(
                 f"no gradient came for {', '.join(sorted(self._missing))} in the first step, so it would get noise and "
@@ -209,6 +248,22 @@ class LayerEngine(Engine):
             )
 
     def _clip(self, found: Found) -> None:
+        pieces, units = self.pieces_of(found)
+        if self._first is not None and units > 1:
+            try:
+                self._first.compare()
+            finally:
+                self._first = None
+        examples = self.present(units)
+        sums = self.clipped(pieces, units, examples)
+        if self.sharded:
+            self._require_bounded(*self._norm_over_ranks(sums, examples))
+            self._add(examples, sums)
+        else:
+            self._take_sums(examples, sums, norm_of(sums.values()))
+
+    def pieces_of(self, found: Found) -> tuple[dict[Names, list[Piece]], int]:
+        """All pieces of a backward pass, and of how many units they are."""
         self._missing -= set(found)
         pieces = gathered(found)
         units = {piece.units for parts in pieces.values() for piece in parts}
@@ -217,42 +272,32 @@ class LayerEngine(Engine):
                 f"the layers saw different numbers of examples ({sorted(units)}): every input of a layer must have one "
                 "row per example"
             )
-        count = units.pop()
-        if self._first is not None and count > 1:
-            first, self._first = self._first, None
-            first.compare()
-        scale = count if self.mean_loss else 1 / self.rows_per_unit
+        return pieces, units.pop()
+
+    def clipped(self, pieces: Mapping[Names, list[Piece]], units: int, present: int | Tensor) -> dict[str, Tensor]:
+        """The clipped sums of the first units that are `present`. The host waits for nothing here.
+
+        A unit whose gradient is not finite gets the factor 0.
+        """
+        scale = units if self.mean_loss else 1 / self.rows_per_unit
         norms = whole_norms(pieces.values()) * scale
         factors = clip_factors(norms * (1 + 1e-5), self.max_grad_norm) * scale
-        examples = self.present(count)
-        if examples < count:
-            factors = factors * (torch.arange(count, device=factors.device) < examples)
-        if not self._look(torch.isfinite(norms).all()):
-            spoiled = ~torch.isfinite(norms)
-            pieces = {names: [piece.without(spoiled) for piece in parts] for names, parts in pieces.items()}
-        sums = self._sums_of(pieces, factors)
-        if self.sharded:
-            self._require_bounded(*self._norm_over_ranks(sums, examples))
-        else:
-            self._last_sum = norm_of(sums.values()), examples
-            if not factors.is_cuda:
-                self.require_bounded()
+        if isinstance(present, Tensor) or present < units:
+            factors = factors * (torch.arange(units, device=factors.device) < present)
+        return self._sums_of(pieces, factors)
+
+    def _take_sums(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Add the sums. On a GPU their norm is looked at one step later, when it has long arrived."""
+        self.require_bounded()
+        self._last_sum = Awaited(norm), examples
+        if not norm.is_cuda:
+            self.require_bounded()
         self._add(examples, sums)
 
-    def _look(self, all_finite: Tensor) -> bool:
-        """The one look at the device in a step: are all norms finite, and was the sum before this one bounded?
-
-        Were the sum at hand looked at, the device would stand idle until the host has sent the rest of the step.
-        """
-        norm, examples = self._last_sum or (torch.zeros_like(all_finite), 0)
-        finite, norm_before = torch.stack([all_finite.double(), norm.double()]).tolist()
-        self._last_sum = None
-        self._require_bounded(norm_before, examples)
-        return bool(finite)
-
     def require_bounded(self) -> None:
-        if self._last_sum is not None:
-            self._look(torch.ones((), device=self._last_sum[0].device))
+        last, self._last_sum = self._last_sum, None
+        if last is not None:
+            self._require_bounded(float(last[0]), last[1])
 
     def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor) -> dict[str, Tensor]:
         made = iter(sums_of([piece for parts in pieces.values() for piece in parts], factors))
@@ -261,10 +306,13 @@ class LayerEngine(Engine):
             first, *others = islice(made, len(parts))
             for other in others:
                 first = first.reshape(-1) + other.reshape(-1)
+            whole = first.view(-1).float()
             sizes = [self.params[name].numel() for name in names]
-            for name, total in zip(names, first.view(-1).split(sizes), strict=True):
+            for name, total in zip(names, whole.split(sizes) if len(names) > 1 else (whole,), strict=True):
                 parameter = self.params[name]
-                sums[name] = own_share(total.view(parameter.shape).float(), parameter)
+                sums[name] = total.view(parameter.shape)
+                if self.sharded:
+                    sums[name] = own_share(sums[name], parameter)
         return sums
 
     def _norm_over_ranks(self, sums: Mapping[str, Tensor], examples: int) -> tuple[float, int]:
@@ -275,28 +323,3 @@ class LayerEngine(Engine):
         sum_over_ranks([both])
         square, number = both.tolist()
         return math.sqrt(square), int(number)
-
-
-def gathered(found: Found) -> dict[Names, list[Piece]]:
-    """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
-    pieces: dict[Names, list[Piece]] = {}
-    small: dict[str, Tensor] = {}
-    for name, parts in found.items():
-        one = merged(parts)
-        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values[:1].numel() <= _SMALL:
-            small[name] = one[0].flat
-        else:
-            pieces[name,] = one
-    if len({len(rows) for rows in small.values()}) > 1:
-        return {**pieces, **{(name,): [Rows(rows)] for name, rows in small.items()}}
-    if small:
-        pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
-    return pieces
-
-
-def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
-    """(units,) a bound of every unit's norm over all parameters; several pieces of one parameter add theirs."""
-    groups = list(pieces)
-    made = iter(norms_of([piece for parts in groups for piece in parts]))
-    norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)

@@ -2,14 +2,16 @@
 
 A unit is what is clipped as one: an example, or a block of rows that belong to it. A piece answers two questions.
 `norms()` bounds the norm of every unit's gradient from above. `sum(weights)` is Σ_u weights_u · gradient_u in float32.
+A unit of weight 0 adds nothing, even if its gradient is not finite.
 What privacy rests on is that the first bounds what the second adds (docs/pytorch.md, "Why the norms can be trusted").
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +21,18 @@ from quell.torch.clipping import row_norms
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import gram_norms, token_norms
 
-_MOST_NUMBERS = 1 << 26  # that a chunk of per-unit gradients or unfolded images may have
+# Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but enough to be
+# worth a launch; on a CPU what stays in its cache.
+_MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 1 << 25
+_IN_CACHE = 1 << 19
 
+_ROOM = 1 << 24  # numbers that a CPU may keep in any case, because making gradients of convolutions twice is slow there
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
+
+
+_SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
+
+Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
 
 
 class Piece(Protocol):
@@ -34,9 +45,6 @@ class Piece(Protocol):
     def sum(self, weights: Tensor) -> Tensor:
         """The weighted sum of the units' gradients, a tensor of its own with as many elements as the parameter."""
 
-    def without(self, spoiled: Tensor) -> Piece:
-        """The same piece with nothing in the units that are marked."""
-
 
 @dataclass(eq=False)
 class Rows:
@@ -46,7 +54,7 @@ class Rows:
 
     @property
     def units(self) -> int:
-        return len(self.values)
+        return int(self.values.shape[0])  # len() of a tensor is slow, and this is asked often
 
     def norms(self) -> Tensor:
         return row_norms(self.flat).float()
@@ -58,9 +66,6 @@ class Rows:
 
     def sum(self, weights: Tensor) -> Tensor:
         return _sum_of_rows(self.flat, weights)
-
-    def without(self, spoiled: Tensor) -> Rows:
-        return Rows(cleared(self.values, spoiled))
 
 
 @dataclass(eq=False)
@@ -75,7 +80,7 @@ class Outer:
 
     @property
     def units(self) -> int:
-        return len(self.g)
+        return int(self.g.shape[0])
 
     @property
     def positions(self) -> int:
@@ -97,11 +102,8 @@ class Outer:
             return kernels.weighted_sums([(self.g, self.a)], weights)[0]
         exact = self.positions > 1 or self.g.dtype == torch.float16  # which would round small products to nothing
         g, a = (wide(self.g), wide(self.a)) if exact else (self.g, self.a)
-        scaled = g * weights.to(g.dtype)[:, None, None]
-        return _product(scaled.flatten(0, 1), a.flatten(0, 1))
-
-    def without(self, spoiled: Tensor) -> Outer:
-        return Outer(cleared(self.g, spoiled), cleared(self.a, spoiled))
+        scaled = _weighty(g, weights) * weights.to(g.dtype)[:, None, None]
+        return _product(scaled.flatten(0, 1), _weighty(a, weights).flatten(0, 1))
 
 
 @dataclass(eq=False)
@@ -115,19 +117,16 @@ class Tokens:
 
     @property
     def units(self) -> int:
-        return len(self.g)
+        return int(self.g.shape[0])
 
     def norms(self) -> Tensor:
         g = self._padded()
         return kernels.token_norms(g, self.tokens) if kernels.take(g) else token_norms(g, self.tokens)
 
     def sum(self, weights: Tensor) -> Tensor:
-        scaled = wide(self._padded()) * weights.unsqueeze(-1).unsqueeze(-1)
+        scaled = wide(_weighty(self._padded(), weights)) * weights.unsqueeze(-1).unsqueeze(-1)
         # Sorted by token inside, so that the same sum comes out every time; index_add_ on a GPU adds in any order.
         return torch.ops.aten.embedding_dense_backward(scaled, self.tokens, self.vocabulary, -1, False)
-
-    def without(self, spoiled: Tensor) -> Tokens:
-        return Tokens(cleared(self.g, spoiled), self.tokens, self.vocabulary, self.padding)
 
     def _padded(self) -> Tensor:
         if self.padding < 0:
@@ -147,7 +146,7 @@ class Patches:
 
     @property
     def units(self) -> int:
-        return len(self.g)
+        return int(self.g.shape[0])
 
     def norms(self) -> Tensor:
         found = [_grouped_norms(part, self.groups) for part in self._outer()]
@@ -161,9 +160,6 @@ class Patches:
             found = found + _sum_of_rows(whole(part).reshape(len(chosen), -1), chosen)
         return found
 
-    def without(self, spoiled: Tensor) -> Patches:
-        return Patches(cleared(self.g, spoiled), cleared(self.x, spoiled), self.unfold, self.width, self.groups)
-
     def rows(self, shape: torch.Size) -> Rows:
         """The per-unit gradients, to be kept instead of this piece."""
         made = [whole(part).reshape(-1, *shape) for part in self._outer()]
@@ -173,7 +169,10 @@ class Patches:
         """A few units at a time, each group of channels as a unit of its own."""
         unfolded = self.g[:1, :, 0].numel() * self.width
         weight = self.g.shape[2] * self.width // self.groups
-        count = max(1, _MOST_NUMBERS // max(unfolded, weight))
+        most = _IN_CACHE
+        if self.g.is_cuda:
+            most = min(_MOST_NUMBERS, max(_FEW_NUMBERS, self.g.numel() + self.x.numel()))
+        count = max(1, most // max(unfolded, weight))
         for g, x in zip(self.g.split(count), self.x.split(count), strict=True):
             yield _as_outer(g, self.unfold(x.flatten(0, 1)), self.groups)
 
@@ -193,9 +192,6 @@ class Stacked:
 
     def sum(self, weights: Tensor) -> Tensor:
         return torch.cat([part.sum(weights).reshape(-1) for part in self.parts])
-
-    def without(self, spoiled: Tensor) -> Stacked:
-        return Stacked([part.without(spoiled) for part in self.parts])
 
 
 def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
@@ -249,7 +245,7 @@ def _groups(pieces: Sequence[Piece]) -> Iterable[list[int]]:
     for place, piece in enumerate(pieces):
         if isinstance(piece, Outer) and piece.positions > 1 and kernels.take(piece.g, piece.a):
             found.setdefault((piece.g.shape, piece.a.shape, piece.g.dtype), []).append(place)
-        elif isinstance(piece, Rows) and kernels.take(piece.values):
+        elif isinstance(piece, Rows) and kernels.take_rows(piece.values):
             found.setdefault((piece.units, piece.values.numel(), piece.values.dtype), []).append(place)
     return found.values()
 
@@ -269,26 +265,60 @@ def merged(pieces: list[Piece]) -> list[Piece]:
     return pieces
 
 
+def gathered(found: Mapping[str, list[Piece]]) -> dict[Names, list[Piece]]:
+    """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
+    pieces: dict[Names, list[Piece]] = {}
+    small: dict[str, Tensor] = {}
+    for name, parts in found.items():
+        one = merged(parts)
+        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values.numel() <= _SMALL * one[0].units:
+            small[name] = one[0].flat
+        else:
+            pieces[name,] = one
+    if len({rows.shape[0] for rows in small.values()}) > 1:
+        return {**pieces, **{(name,): [Rows(rows)] for name, rows in small.items()}}
+    if small:
+        pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
+    return pieces
+
+
+def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
+    """(units,) a bound of every unit's norm over all parameters; several pieces of one parameter add theirs."""
+    groups = list(pieces)
+    made = iter(norms_of([piece for parts in groups for piece in parts]))
+    norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
 def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
     """The piece, or its per-unit gradients where those take less memory than what they are made from."""
     if not piece.units:
         return Rows(piece.g.new_zeros(0, *shape))
     if isinstance(piece, Patches):
-        return piece.rows(shape) if shape.numel() * piece.units <= piece.g.numel() + piece.x.numel() else piece
+        room = max(piece.g.numel() + piece.x.numel(), 0 if piece.g.is_cuda else _ROOM)
+        return piece.rows(shape) if shape.numel() * piece.units <= room else piece
     held = piece.g.numel() + piece.a.numel()
     if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
         return Rows(whole(piece).view(-1, *shape))
     return piece
 
 
-def cleared(values: Tensor, spoiled: Tensor) -> Tensor:
-    return values.masked_fill(spoiled.view(-1, *[1] * (values.dim() - 1)), 0.0)
+def _weighty(values: Tensor, weights: Tensor) -> Tensor:
+    """The values with zeros in the units of weight 0: 0 times infinity is not a number.
+
+    On a GPU zeros are always written, because the host would have to wait for an answer whether there is such a unit.
+    """
+    weightless = weights == 0.0
+    if not values.is_cuda and not bool(weightless.any()):
+        return values
+    return values.masked_fill(weightless.view(-1, *[1] * (values.dim() - 1)), 0.0)
 
 
 def _sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
-    if kernels.take(rows):
+    if kernels.take_rows(rows):
         return kernels.sums_of_rows([rows], weights)[0]
-    return torch.mv(wide(rows).t(), weights.to(torch.float64 if rows.dtype == torch.float64 else torch.float32))
+    rows = wide(_weighty(rows, weights))
+    return torch.mv(rows.t(), weights.to(rows.dtype))
 
 
 def _unit(values: Tensor) -> float:

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 CAN_DESCRIBE = hasattr(tl, "make_tensor_descriptor")
-TYPES = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
+TYPES = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.float32": tl.float32}
 CHUNK = tl.constexpr(1024)  # so many products are added in a row before they join a sum: rounding grows with it
+SQUARES = tl.constexpr(32)  # likewise squares of one lane
 
 
 @triton.jit
@@ -146,11 +147,15 @@ def squared_rows(table, found, size, units, parts, share, TYPE: tl.constexpr, BL
     """Sums of squares of each layer's rows (units, size), in parts."""
     part, unit, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     here = tl.load(table + layer).to(tl.pointer_type(TYPE)) + unit.to(tl.int64) * size
+    end = tl.minimum((part + 1) * share, size)
     squares = tl.zeros((BLOCK,), tl.float32)
-    for first in range(part * share, tl.minimum((part + 1) * share, size), BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        value = tl.load(here + at, mask=at < tl.minimum((part + 1) * share, size), other=0.0).to(tl.float32)
-        squares += value * value
+    for start in range(part * share, end, SQUARES * BLOCK):
+        few = tl.zeros((BLOCK,), tl.float32)
+        for first in range(start, tl.minimum(start + SQUARES * BLOCK, end), BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            value = tl.load(here + at, mask=at < end, other=0.0).to(tl.float32)
+            few += value * value
+        squares += few
     tl.store(found + (layer * units + unit) * parts + part, tl.sum(squares))
 
 

@@ -29,7 +29,7 @@ function fill(id, lines, tag) {
 
 const COLUMNS = [
   ["σ", row => row.certified ? row.sigma : `≈ ${row.sigma}`], ["RMSE", row => show(row.rmse)], ["MaxSE", row => show(row.maxse)], ["train", row => show(row.training)],
-  ["gain", (row, plan) => `${plan.baseline_estimated || !row.certified ? "≈ " : ""}${row.gain.toPrecision(3)}×`], ["gap", row => `${row.gap.toPrecision(3)}×`],
+  ["gain", (row, plan) => `${plan.baseline_estimated || !row.certified ? "≈ " : ""}${row.gain.toPrecision(3)}×`],
   ["mem", row => row.buffers.toLocaleString("en")], ["draws", row => row.draws.toLocaleString("en")],
   ["batches", row => row.sampling], ["noise is", row => row.certified ? "certified" : "estimated"],
 ];
@@ -93,7 +93,7 @@ function drawPareto(plan) {
   };
   const bound = { name: "best possible without amplification", kind: "bound", line: true, x: [0, most], y: [plan.lower_bound, plan.lower_bound] };
   drawChart(element("pareto"), {
-    title: "Error against memory", xLabel: "model-sized buffers", yLabel: "RMSE", xScale: "count", yScale: "log",
+    title: "Error by memory", xLabel: "model-sized buffers", yLabel: "RMSE", xScale: "count", yScale: "log",
     series: [dots(() => "other mechanisms", ""), dots(rows => rows[0]?.label, "recommended"), dots(rows => rows[0]?.label, "chosen"), frontier, bound],
     describe: (s, i) => s.rows
       ? `${s.rows[i].label}: RMSE ${show(s.rows[i].rmse)} with ${s.rows[i].buffers.toLocaleString("en")} buffers${s.rows[i].certified ? "" : " (estimated)"}`

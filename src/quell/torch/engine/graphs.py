@@ -1,0 +1,337 @@
+"""CUDA graphs: the model's forward pass, its backward pass and the clipping, recorded once and replayed.
+
+Python sends a GPU its work kernel by kernel, and for many models that takes longer than the work. A recording is sent
+by one call. It holds for inputs of one shape and dtype, parameters that stay where they lie in memory, and modules in
+one mode; anything else runs as usual. What Python decides inside of the model is decided when it is recorded. The
+loss, the noise and the optimizer's step are not part of it.
+
+A recording has one set of buffers, and what it makes is clipped by itself. So a loop that makes several passes with
+gradients in a step is not recorded. What a replay hands out, outputs and clipped sums, are copies. The second replay
+is compared with a pass that runs as usual: a model that reads something else than its arguments, such as an attribute
+that the loop sets, would go on with what it read when it was recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError
+from quell.noise.secrecy import never_copied
+from quell.torch.clipping import norm_of
+from quell.torch.coupling import differ
+from quell.torch.engine.base import is_differentiable
+from quell.torch.engine.bounds import full_precision
+from quell.torch.random_states import own_states, set_own_states
+
+if TYPE_CHECKING:
+    from quell.torch.engine.layers import LayerEngine
+
+_USUAL = 2  # passes of one kind that run as usual before they are recorded
+_TRIES = 3  # after so many failed recordings of whatever kind there are no more
+_MOST = 2  # recordings that are kept, because each holds the memory of its passes
+
+
+_APART = {False: 1e-3, True: 5e-2}  # by which share of the largest number outputs may differ, also in half precision
+_PLAIN = (bool, int, float, str, type(None))
+_DEVICE = "cuda"
+
+
+def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool]) -> None:
+    """Let the model record and replay its passes. `busy` says whether somebody watches what the loop does."""
+    if engine.sharded or any(parameter.device.type != _DEVICE for parameter in engine.params.values()):
+        raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU: leave it out")
+    model.forward = GraphedForward(engine, model, busy)
+
+
+class StaleReplayError(Exception):
+    """A replay's outputs are not those of the model."""
+
+
+class NotRecordedWarning(UserWarning):
+    """A model's passes could not be recorded as CUDA graphs: they run as usual."""
+
+
+class GraphedForward:
+    """What stands in for the model's forward method."""
+
+    def __init__(self, engine: LayerEngine, model: nn.Module, busy: Callable[[], bool]) -> None:
+        self.engine: LayerEngine | None = engine  # None for a copy of the model, and where nothing can be recorded
+        self.model, self.busy = model, busy
+        self.forward = model.forward
+        self._last = -1  # when sums had been collected so many times, the last pass came
+        self._failures = 0
+        self._seen: Counter[Any] = Counter()
+        self._recordings: dict[Any, Recording] = {}
+        self._modules = list(model.modules())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        if engine is not None and engine.trains() and not self.busy():
+            again, self._last = self._last == engine.collected, engine.collected
+            if again and not self._recordings:
+                self._give_up("there are several of them in a step")
+            elif not engine.gathers():
+                leaves, structure = pytree.tree_flatten((args, kwargs))
+                recording = self._recording(engine, leaves, structure)
+                if recording is not None:
+                    try:
+                        return recording.run(leaves, structure)
+                    except StaleReplayError:
+                        self._give_up("a replay differs from a pass that runs as usual, for other inputs")
+        return self.forward(*args, **kwargs)
+
+    def _recording(self, engine: LayerEngine, leaves: list[Any], structure: Any) -> Recording | None:
+        """The recording for such inputs, made if they have come often enough."""
+        where, device = self._where(), engine.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        kind = where, autocast, repr(structure), *map(_described, leaves)
+        if kind in self._recordings:
+            return self._recordings[kind]
+        self._seen[kind] += 1
+        if self._seen[kind] <= _USUAL or not _recordable(leaves, engine.device):
+            return None
+        for other in [other for other in self._recordings if other[0] != where]:
+            del self._recordings[other]  # the weights have moved
+        if len(self._recordings) == _MOST:
+            return None
+        try:
+            self._recordings[kind] = Recording(engine, self.forward, leaves, structure)
+        except Exception as problem:  # the user's model: whatever cannot be recorded runs as usual
+            self._failures += 1  # CUDA sometimes refuses at first: other work on the device can spoil a recording
+            if self._failures == _TRIES:
+                self._give_up(str(problem))
+            return None
+        return self._recordings[kind]
+
+    def _give_up(self, why: str) -> None:
+        self.engine = None
+        warnings.warn(
+            f"the model's passes cannot be recorded as CUDA graphs and run as usual: {why}",
+            NotRecordedWarning,
+            stacklevel=5,
+        )
+
+    def _where(self) -> Any:
+        """What a recording takes for granted: where weights and buffers lie, what is trained, and all modes."""
+        held = (values for module in self._modules for values in (module._parameters, module._buffers))
+        tensors = tuple((v.data_ptr(), v.requires_grad) for values in held for v in values.values() if v is not None)
+        return tensors, tuple(module.training for module in self._modules)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
+        """A copy of the model runs as usual."""
+        model = copy.deepcopy(self.model, memo)
+        found = GraphedForward.__new__(GraphedForward)
+        found.engine, found.model, found.forward = None, model, type(model).forward.__get__(model)
+        return found
+
+    __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
+
+    def __repr__(self) -> str:
+        return "<forward with CUDA graphs>"
+
+
+class Recording:
+    """One forward pass, its backward pass and the clipping, for inputs like these."""
+
+    def __init__(self, engine: LayerEngine, forward: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
+        self.engine, self._usual, self._replays = engine, forward, 0
+        self._pool = torch.cuda.graph_pool_handle()
+        self._inputs = [value.clone() if isinstance(value, Tensor) else value for value in leaves]
+        self._present = torch.zeros((), dtype=torch.int64, device=engine.device)
+        self._anchor = next(iter(engine.params.values()))
+        args, kwargs = pytree.tree_unflatten(self._inputs, structure)
+
+        def run() -> tuple[list[Any], Any, list[Tensor]]:
+            outputs, structure = pytree.tree_flatten(forward(*args, **kwargs))
+            return outputs, structure, [torch.empty_like(value) for value in outputs if is_differentiable(value)]
+
+        with _alone(engine, self._tensors):
+            with _beside():  # libraries set themselves up, which cannot be recorded
+                outputs, _, gradients = run()
+                self._back(outputs, gradients)
+                self._clipped(self._found())
+            self._forward, (outputs, self._structure, gradients) = self._recorded(run)
+            self._places = [place for place, value in enumerate(outputs) if isinstance(value, Tensor)]
+            self._has_gradient = [is_differentiable(outputs[place]) for place in self._places]
+            self._outputs = [_memory_of(value) if isinstance(value, Tensor) else value for value in outputs]
+            self._gradients = [_memory_of(value) for value in gradients]
+            self._backward, _ = self._recorded(lambda: self._back(outputs, gradients))
+            found = self._found()
+            self._clip, (self.sums, self.norm, self.units) = self._recorded(lambda: self._clipped(found))
+
+    def run(self, leaves: list[Any], structure: Any) -> Any:
+        """The forward pass for these inputs."""
+        torch._foreach_copy_(self._tensors, [value for value in leaves if isinstance(value, Tensor)])
+        self._replays += 1
+        before = own_states() if self._replays == 2 else None
+        made = _Replay.apply(self, self._anchor)
+        if before is not None:
+            self._compare(made, before, pytree.tree_unflatten(leaves, structure))
+        self.engine.open = self
+        outputs = list(self._outputs)
+        for place, value in zip(self._places, made, strict=True):
+            outputs[place] = value
+        return pytree.tree_unflatten(outputs, self._structure)
+
+    def _compare(self, made: Sequence[Tensor], before: Any, given: tuple[Any, Any]) -> None:
+        """Are these the outputs that the model makes of these inputs, with equal random numbers?"""
+        after = own_states()
+        set_own_states(before)
+        with torch.no_grad():
+            usual = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*given[0], **given[1])))
+        real = [value for value in usual if isinstance(value, Tensor)]
+        pairs = zip(made, real, strict=True)
+        if any(
+            a.is_floating_point() and bool(differ(a.detach(), b, _APART[a.element_size() < 4]).any()) for a, b in pairs
+        ):
+            set_own_states(before)
+            raise StaleReplayError
+        set_own_states(after)
+
+    def replay_forward(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Copies of the outputs, and those of them that have no gradient."""
+        self._forward.replay()
+        made = tuple(self._outputs[place].clone() for place in self._places)
+        return made, [value for value, can in zip(made, self._has_gradient, strict=True) if not can]
+
+    def replay_backward(self, gradients: Sequence[Tensor]) -> None:
+        chosen = [value for value, can in zip(gradients, self._has_gradient, strict=True) if can]
+        torch._foreach_copy_(self._gradients, chosen)
+        self._backward.replay()
+
+    def clip(self, present: int) -> None:
+        """Make `sums`, and `norm`, of the first units that are present."""
+        self._present.fill_(present)
+        self._clip.replay()
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self._inputs if isinstance(value, Tensor)]
+
+    def _recorded(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+        """A CUDA graph of this work, and what it made, which every replay makes anew in the same place."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as one that pins the loader's batches, may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            made = work()
+        return graph, made
+
+    def _back(self, outputs: list[Any], gradients: list[Tensor]) -> None:
+        """The backward pass. Both lists are emptied, so that what comes later in it can use their memory."""
+        end = _End.apply(gradients, *(value for value in outputs if is_differentiable(value)))
+        outputs.clear()
+        with torch.autocast(self.engine.device.type, enabled=False):  # as where loops call backward()
+            end.backward()
+
+    def _found(self) -> Any:
+        finished = self.engine.take_finished()
+        if len(finished) != 1:
+            raise QuellError(f"it has {len(finished)} backward passes")
+        return finished[0]
+
+    def _clipped(self, found: Any) -> tuple[dict[str, Tensor], Tensor, int]:
+        with torch.no_grad(), full_precision():
+            pieces, units = self.engine.pieces_of(found)
+            sums = self.engine.clipped(pieces, units, self._present)
+            return sums, norm_of(sums.values()), units
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, anchor: Tensor) -> Any:
+        ctx.recording, ctx.made_at = recording, recording.engine.collected
+        made, without_gradient = recording.replay_forward()
+        ctx.mark_non_differentiable(*without_gradient)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        recording: Recording = ctx.recording
+        recording.engine.replayed(recording, ctx.made_at)
+        recording.replay_backward(gradients)
+        return None, None
+
+
+class _End(torch.autograd.Function):
+    """Where a backward pass begins with these gradients, and lets go of them: autograd keeps its own arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *gradients
+
+
+def _memory_of(value: Tensor) -> Tensor:
+    """A tensor over the same memory that does not own it: the recording does, and may use it for other things too."""
+    storage = value.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), value.device, storage.nbytes())
+    return torch.empty(0, dtype=value.dtype, device=value.device).set_(
+        memory, value.storage_offset(), value.shape, value.stride()
+    )
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device, value.requires_grad
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _recordable(leaves: list[Any], device: torch.device) -> bool:
+    """Whether inputs are tensors on the device and plain values: what another object holds would be recorded too."""
+    tensors = [value for value in leaves if isinstance(value, Tensor)]
+    others = [value for value in leaves if not isinstance(value, Tensor)]
+    lie_here = all(value.device == device and not value.requires_grad for value in tensors)
+    return lie_here and all(isinstance(value, _PLAIN) for value in others)
+
+
+@contextmanager
+def _beside() -> Iterator[None]:
+    """Another stream than the current one, as recording has it."""
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+@contextmanager
+def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
+    """Random numbers stay as they were, autocast keeps no copies of weights, and a failure leaves nothing behind."""
+    cached, given = torch.is_autocast_cache_enabled(), engine.given
+    random, collects = torch.cuda.get_rng_state(engine.device), gc.isenabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    engine.given = {value.untyped_storage().data_ptr() for value in inputs}
+    gc.collect()
+    gc.disable()  # an old graph that is collected during a recording spoils it
+    try:
+        with torch.random.fork_rng([engine.device]):
+            yield
+    except BaseException:
+        # The generator still waits for the recording's end: it gets another state, with the same numbers.
+        fresh = torch.Generator(engine.device)
+        fresh.set_state(random)
+        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh.graphsafe_get_state())
+        raise
+    finally:
+        if collects:
+            gc.enable()
+        torch.set_autocast_cache_enabled(cached)
+        engine.take_finished()
+        engine.given = given

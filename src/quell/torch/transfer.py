@@ -1,0 +1,38 @@
+"""Numbers to the device and back without waiting for it: a host that waits cannot send the work that comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_recorded: list[Tensor] = []  # what CUDA graphs read from host memory at every replay: some kilobytes each
+
+
+def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Integers on the device, by a copy from pinned memory, which goes on by itself."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+    if torch.cuda.is_current_stream_capturing():
+        _recorded.append(pinned)
+    return pinned.to(device, non_blocking=True)
+
+
+class Awaited:
+    """A number that the device is still working on. `float` waits for it, and for nothing that was sent later."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._arrived = torch.cuda.Event() if value.is_cuda else None
+        if self._arrived is None:
+            self._value = value
+            return
+        self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._value.copy_(value.detach(), non_blocking=True)
+        self._arrived.record()
+
+    def __float__(self) -> float:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._value)

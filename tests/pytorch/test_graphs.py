@@ -1,0 +1,472 @@
+"""Recorded passes train the same model as passes that run as usual, whatever the loop does with them.
+
+With a GPU these are CUDA graphs. Without one, a stand-in runs the passes again and overwrites one set of buffers, as
+graphs do: what is tested then is when a pass is recorded, when it is replayed, and who may hold what.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from quell import QuellError
+from quell.torch import make_private
+from quell.torch.engine import graphs
+
+from .conftest import small_plan, unpriced_poisson_plan
+from .training import examples, network, seeded, train, without_noise
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class ByHand(graphs.Recording):
+    """Replays by running again."""
+
+    def __init__(self, engine, forward, leaves, structure):
+        self.engine, self._usual, self._replays, self.forward = engine, forward, 0, forward
+        self._inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
+        self._anchor = next(iter(engine.params.values()))
+        self.args, self.kwargs = torch.utils._pytree.tree_unflatten(self._inputs, structure)
+        self.units = len(self._tensors[0]) // engine.rows_per_unit
+        self.sums = {name: torch.zeros_like(p) for name, p in engine.params.items()}
+        made, self._structure = torch.utils._pytree.tree_flatten(self._run())
+        self._outputs = [v.detach() for v in made]
+        self._places, self._has_gradient = list(range(len(made))), [v.requires_grad for v in made]
+        self._gradients = [torch.zeros_like(v) for v in self._outputs]
+
+    def _run(self):
+        with torch.enable_grad(), torch.random.fork_rng([]):
+            return self.forward(*self.args, **self.kwargs)
+
+    def replay_forward(self):
+        with torch.enable_grad():
+            self.made = torch.utils._pytree.tree_leaves(self.forward(*self.args, **self.kwargs))
+        for static, value in zip(self._outputs, self.made, strict=True):
+            static.copy_(value.detach())
+        return tuple(v.clone() for v in self._outputs), []
+
+    def replay_backward(self, gradients):
+        torch.autograd.backward(self.made, list(gradients))
+        (self.found,) = self.engine.take_finished()
+
+    def clip(self, present):
+        pieces, units = self.engine.pieces_of(self.found)
+        with torch.no_grad():
+            sums = self.engine.clipped(pieces, units, torch.tensor(present))
+        for name, total in sums.items():
+            self.sums[name].copy_(total)
+        self.norm = torch.stack([v.norm() for v in self.sums.values()]).norm()
+
+
+@pytest.fixture(autouse=True)
+def replays(monkeypatch):
+    """How often a forward pass was replayed."""
+    made = []
+    if DEVICE == "cpu":
+        monkeypatch.setattr(graphs, "_DEVICE", "cpu")
+        monkeypatch.setattr(graphs, "Recording", ByHand)
+    run = graphs.Recording.run
+    monkeypatch.setattr(graphs.Recording, "run", lambda self, *given: (made.append(self), run(self, *given))[1])
+    return made
+
+
+def start(plan, model=None, data=None, bound=0.3, **options):
+    data = TensorDataset(*(tensor.to(DEVICE) for tensor in (data or examples()).tensors))
+    model = (network() if model is None else model).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return make_private(model, optimizer, data, plan, bound, key=seeded(3), **options)
+
+
+def both(plan, loop=train, make=network, **options):
+    """The weights after training as usual, and with recorded passes."""
+    found = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model, optimizer, loader = start(plan, make(), cuda_graphs=recorded, **options)
+        torch.manual_seed(7)
+        loop(model, optimizer, loader)
+        found.append([p.detach().cpu() for p in model.parameters()])
+    return found
+
+
+def same(found):
+    torch.testing.assert_close(*found, rtol=1e-4 if DEVICE == "cuda" else 0, atol=1e-5 if DEVICE == "cuda" else 1e-7)
+
+
+def with_dropout():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("physical", [None, 3, 4])
+@pytest.mark.parametrize("make", [network, with_dropout])
+def test_the_same_model_comes_out(replays, physical, make):
+    same(both(small_plan(), make=make, physical_batch_size=physical, fixed_shape=True))
+    assert len(replays) >= 5
+
+
+def test_batches_of_random_size_that_are_filled_up(replays):
+    plan = without_noise(unpriced_poisson_plan())
+    same(both(plan, data=examples(12), fixed_shape=True))
+    assert len(replays) >= 5
+    assert len(set(map(id, replays))) == 1
+
+
+def test_the_mean_over_rows_of_an_example(replays):
+    same(both(small_plan(), rows_per_example=2, fixed_shape=True))
+    assert replays
+
+
+def test_several_passes_in_a_step_run_as_usual(replays):
+    """Their gradients are clipped as one."""
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                first, second = model(x), model(x.flip(1))
+                nn.functional.cross_entropy(first + second, y).backward()
+                optimizer.step()
+
+    with pytest.warns(graphs.NotRecordedWarning, match="several of them in a step"):
+        same(both(small_plan(), loop))
+    assert not replays
+
+
+def test_a_second_pass_after_recording_is_refused(replays):
+    model, optimizer, batches = recorded_run(5)
+    optimizer.zero_grad()
+    x, y = next(batches)
+    losses = [nn.functional.cross_entropy(model(x), y) for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    assert len(replays) == 1
+    with pytest.raises(QuellError, match="clipped as one: leave cuda_graphs out"):
+        optimizer.step()
+
+
+def test_passes_for_nothing_and_outputs_that_are_kept(replays):
+    kept = []
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                out = model(x)
+                if optimizer.run.step > 6:
+                    model(x * 2)  # for nothing
+                kept.append((out, out.detach().clone()))
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(out, y).backward()
+                optimizer.step()
+
+    same(both(small_plan(), loop))
+    assert len(replays) == 5
+    for out, before in kept:
+        assert torch.equal(out, before)
+
+
+def recorded_run(steps=6, **options):
+    model, optimizer, loader = start(small_plan(), cuda_graphs=True, **options)
+    train(model, optimizer, loader, steps)
+    return model, optimizer, iter(loader)
+
+
+def test_a_gradient_from_before_the_last_step_is_refused(replays):
+    model, optimizer, batches = recorded_run(5)
+    optimizer.zero_grad()
+    x, y = next(batches)
+    old = model(x).sum()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert replays
+    with pytest.raises(QuellError, match="before the last optimizer"):
+        old.backward()
+
+
+def test_a_second_backward_pass_is_refused(replays):
+    model, optimizer, batches = recorded_run(5)
+    optimizer.zero_grad()
+    x, y = next(batches)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    assert replays
+    with pytest.raises(QuellError, match="second backward pass"):
+        loss.backward()
+
+
+def test_gradients_that_were_dropped_do_not_count(replays):
+    model, optimizer, batches = recorded_run(5)
+    x, y = next(batches)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert optimizer.run.step == 6
+    assert len(replays) >= 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_example_that_is_not_finite_adds_nothing(replays, bad):
+    plan = without_noise(small_plan())
+    model, optimizer, loader = start(plan, cuda_graphs=True)
+    train(model, optimizer, loader, 5)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = next(iter(loader))
+    x[2] = bad
+    optimizer.zero_grad()
+    used = len(replays)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert len(replays) == used + 1
+    moved = torch.stack([(p - q).norm() for p, q in zip(model.parameters(), before, strict=True)]).norm().detach()
+    assert 0 < float(moved) <= 0.5 * 0.3 * 7 / 8 * (1 + 1e-4)
+
+
+def test_weights_that_move_are_recorded_anew(replays):
+    def loop(model, optimizer, loader):
+        step = 0
+        for _ in range(2):
+            for x, y in loader:
+                step += 1
+                if step == 5:
+                    for p in model.parameters():
+                        p.data = p.data.clone()
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    same(both(small_plan(), loop))
+    assert len(replays) < 6
+
+
+def test_a_mode_that_changes_is_another_recording(replays):
+    def loop(model, optimizer, loader):
+        for epoch in range(2):
+            model[2].train(epoch == 0)  # the dropout
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    same(both(small_plan(), loop, make=with_dropout))
+    assert replays
+
+
+class Undecided(nn.Module):
+    """Asks the device, which cannot be recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        out = self.layer(x)
+        return out * 2 if float(out.detach().sum()) > 1e9 else out
+
+
+def test_what_cannot_be_recorded_runs_as_usual(replays, monkeypatch):
+    def made():
+        torch.manual_seed(1)
+        return Undecided()
+
+    if DEVICE == "cpu":
+
+        def fail(*_):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        monkeypatch.setattr(ByHand, "__init__", fail)
+    with pytest.warns(graphs.NotRecordedWarning, match="run as usual"):
+        same(both(small_plan(), make=made))
+    assert not replays
+
+
+def test_a_recording_that_fails_once_is_tried_again(replays, monkeypatch):
+    make, failed = graphs.Recording.__init__, []
+
+    def fail_first(*arguments):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("operation failed due to a previous error during capture")
+        make(*arguments)
+
+    monkeypatch.setattr(graphs.Recording, "__init__", fail_first)
+    same(both(small_plan()))
+    assert len(replays) == 4
+
+
+class Told(nn.Module):
+    """Reads what the loop has told it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.told = network(), None
+
+    def forward(self, x):
+        return self.layers(x + self.told)
+
+
+def test_a_model_that_reads_more_than_its_arguments_is_not_replayed(replays, monkeypatch):
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                model.told = x.mean(1, keepdim=True)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    if DEVICE == "cpu":  # the stand-in remembers what it was told, as a graph does
+        make, again = ByHand.__init__, ByHand.replay_forward
+
+        def remember(self, engine, forward, *rest):
+            self.told = forward.__self__.told
+            make(self, engine, forward, *rest)
+
+        def recall(self):
+            now, self.forward.__self__.told = self.forward.__self__.told, self.told
+            made = again(self)
+            self.forward.__self__.told = now
+            return made
+
+        monkeypatch.setattr(ByHand, "__init__", remember)
+        monkeypatch.setattr(ByHand, "replay_forward", recall)
+    with pytest.warns(graphs.NotRecordedWarning, match="differs from a pass that runs as usual"):
+        same(both(small_plan(), loop, make=Told))
+    assert len(replays) == 2
+
+
+def test_objects_among_the_arguments_are_not_recorded(replays):
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = network()
+
+        def forward(self, batch):
+            return self.layers(batch.x)
+
+    class Batch:
+        pass
+
+    batch = Batch()
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                batch.x = x
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch), y).backward()
+                optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(both(small_plan(), loop, make=Takes))
+    assert not replays
+
+
+def test_parts_under_opacus_batch_memory_manager_add_up(replays):
+    """Each part's sums are its own: a recording has one set of buffers."""
+    opacus = pytest.importorskip("opacus.utils.batch_memory_manager")
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            with opacus.BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as parts:
+                for x, y in parts:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+
+    same(both(without_noise(small_plan()), loop))
+    assert len(replays) >= 4
+
+
+def test_copies_run_as_usual_and_nothing_is_pickled(replays):
+    model, _, _ = recorded_run(5)
+    used = len(replays)
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 6, device=DEVICE)
+    assert torch.equal(twin(x), model(x))
+    assert len(replays) == used
+    twin(x).sum().backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    with pytest.raises(QuellError, match="pickled"):
+        pickle.dumps(model)
+
+
+def test_refusals(monkeypatch):
+    monkeypatch.setattr(graphs, "_DEVICE", "elsewhere")
+    with pytest.raises(QuellError, match="CUDA GPU"):
+        start(small_plan(), cuda_graphs=True)
+    with pytest.raises(QuellError, match="clipping='layers'"):
+        start(small_plan(), cuda_graphs=True, clipping="microbatch")
+
+
+class Dictionary(nn.Module):
+    """Outputs in a dictionary, one of them without a gradient and one that the loss does not use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = network()
+
+    def forward(self, x, scale=1.0):
+        out = self.layers(x) * scale
+        return {"logits": out, "best": out.argmax(1), "unused": out * 3, "name": "mine"}
+
+
+def test_outputs_of_any_shape(replays):
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                made = model(x=x, scale=0.5)
+                assert made["name"] == "mine"
+                assert torch.equal(made["best"], made["logits"].argmax(1))
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(made["logits"], y).backward()
+                optimizer.step()
+
+    if DEVICE == "cpu":
+        pytest.skip("the stand-in has tensors for outputs")
+    same(both(small_plan(), loop, make=Dictionary))
+    assert replays
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_bfloat16_autocast_and_every_kind_of_layer(replays):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.embed, self.norm = nn.Embedding(50, 64), nn.LayerNorm(64)
+            self.inner, self.mix = nn.Linear(64, 96), nn.MultiheadAttention(64, 4, batch_first=True)
+            self.conv, self.out = nn.Conv1d(96, 64, 3, padding=1), nn.Linear(64, 3)
+
+        def forward(self, x):
+            h = self.norm(self.embed(x))
+            h = h + self.mix(h, h, h, need_weights=False)[0]
+            h = self.conv(torch.relu(self.inner(h)).transpose(1, 2))
+            return self.out(h.mean(2))
+
+    maker = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randint(50, (40, 24), generator=maker), torch.randint(3, (40,), generator=maker))
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", graphs.NotRecordedWarning)
+        found = both(small_plan(), loop, make=Words, data=data)
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-3)
+    assert replays

@@ -1,0 +1,35 @@
+"""The API reference is complete, and what the code says today."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from tools import api
+
+pytest.importorskip("jax")  # the reference has all frameworks
+
+
+@pytest.mark.parametrize("room", api.ROOMS)
+def test_every_public_name_is_in_the_reference(room):
+    module, page = import_module(room), api.PAGE.read_text()
+    missing = [name for name in module.__all__ if f"### `{room}.{name}`\n" not in page]
+    assert not missing, "run make docs"
+
+
+def test_every_public_name_and_method_has_a_docstring():
+    assert api.undocumented() == []
+
+
+def test_the_reference_is_up_to_date():
+    assert api.PAGE.read_text() == api.page(), "run make docs"
+
+
+def test_a_name_without_a_docstring_is_noticed(monkeypatch):
+    class Bare:
+        def method(self) -> None:
+            pass
+
+    monkeypatch.setattr("quell.Plan", Bare, raising=False)
+    assert api.undocumented() == ["quell.Plan", "quell.Plan.method"]
