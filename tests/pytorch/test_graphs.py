@@ -382,7 +382,7 @@ def test_parts_under_opacus_batch_memory_manager_add_up(replays):
                     nn.functional.cross_entropy(model(x), y).backward()
                     optimizer.step()
 
-    same(both(without_noise(small_plan()), loop))
+    same(both(without_noise(small_plan()), loop, fixed_shape=False))  # which parts of a batch cannot have
     assert len(replays) >= 4
 
 

@@ -221,8 +221,9 @@ class Recording:
     def _recorded(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """A CUDA graph of this work, and what it made, which every replay makes anew in the same place."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as one that pins the loader's batches, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Meanwhile other threads use the device, such as one that pins the loader's batches, and torch asks whether
+        # pinned memory is free again: by default either spoils a recording.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
             made = work()
         return graph, made
 
