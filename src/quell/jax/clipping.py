@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
+from quell.jax.convolutions import with_products
 
 BLOCK = 32  # squares are added in blocks of so many, those in blocks again, so that each takes part in few additions
 RAISED = 1 + 2.0**-14  # at most 7 levels of 32 additions for 2³² squares, 2⁻²⁴ each: 2⁻¹⁶ of the sum is not reached
@@ -68,7 +69,8 @@ def clipped_grad(loss: Callable[..., Any], max_grad_norm: float, *, micro_batch:
 
 
 def _added(loss: Callable[..., Any], bound: float, params: Any, total: Any, units: Any, counts: Array) -> Any:
-    gradients = jax.vmap(jax.grad(loss), in_axes=(None, *[0] * len(units)))(params, *units)
+    each = jax.vmap(jax.grad(loss), in_axes=(None, *[0] * len(units)))
+    gradients = with_products(each, len(counts))(params, *units)
     unit = f32(2.0 ** math.frexp(bound)[1])  # norms are measured in this, so that squares neither overflow nor vanish
     squares = sum(
         _sum_of_squares(leaf.astype(f32).reshape(len(counts), leaf[0].size) / unit)

@@ -31,7 +31,7 @@ from quell.adapters.scheme import scheme_of
 from quell.adapters.secrets import opened
 from quell.errors import QuellError, require_finite
 from quell.jax.normals import Source
-from quell.jax.rows import AT_ONCE, AT_ONCE_ON_GPU, Row, add_row
+from quell.jax.rows import Row, add_row
 from quell.jax.slices import Slice
 from quell.noise import Key, Ledger, NoiseSpec
 from quell.noise.fingerprint import Fingerprint
@@ -185,7 +185,7 @@ class Host:
         spec = replace(spec, promise=f"{spec.promise} {described(names, leaves)}")
         self.spec, self.key, self.generator = spec, key, generator
         self._recipe, self._expected = spec.recipe(), np.float32(expected)
-        self._at_once = AT_ONCE if _platform(leaves) == "cpu" else AT_ONCE_ON_GPU
+        self._platform = _platform(leaves)
         self._name = np.frombuffer(
             blake2b(f"{key.id} {spec.made_by(generator)}".encode(), digest_size=16).digest(), "<u4"
         )
@@ -235,7 +235,7 @@ class Host:
         def step(step: Array, keys: Array, zero: Array, sums: Any, buffers: Any) -> Any:
             source = Source(self.generator, keys, zero)
             row = Row.of(self._recipe, step)
-            return add_row(self._recipe, source, self._slices, lax.axis_index, row, sums, buffers, self._at_once)
+            return add_row(self._recipe, source, self._slices, lax.axis_index, row, sums, buffers, self._platform)
 
         made: Callable[..., Any] = step
         if self._mesh is not None and not manual:
@@ -323,8 +323,10 @@ def _gathered(total: Array, where: Slice) -> Array:
 
 
 def _platform(leaves: Sequence[Any]) -> str:
+    """What makes the noise: "cpu", "cuda", or another name."""
     sharding = getattr(leaves[0], "sharding", None)
-    return str(jax.default_backend() if sharding is None else next(iter(sharding.device_set)).platform)
+    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
+    return "cuda" if "cuda" in str(device.client.platform_version) else str(device.platform)
 
 
 def _states(state: Any) -> list[NoiseState]:
