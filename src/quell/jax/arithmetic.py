@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas import triton
 
 from quell.noise import normal
 
@@ -69,6 +68,8 @@ class Ptx:
 
 
 def _instruction(text: str, *operands: Any) -> Array:
+    from jax.experimental.pallas import triton  # only where a GPU needs it
+
     shape = jnp.broadcast_shapes(*(jnp.shape(operand) for operand in operands))
     (result,) = triton.elementwise_inline_asm(
         text,

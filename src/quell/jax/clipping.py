@@ -56,11 +56,14 @@ def clipped_grad(loss: Callable[..., Any], max_grad_norm: float, *, micro_batch:
         counts = jnp.ones(count, bool) if mask is None else jnp.asarray(mask, bool)
         if counts.shape != (count,):
             raise QuellError(f"mask has shape {counts.shape}, but the batch has {count:,} rows: one entry for each")
-        size = max(1, min(rows, count))
-        cut = jax.tree_util.tree_map(lambda leaf: _cut(leaf, size), (batch, counts))
         zeros = jax.tree_util.tree_map(lambda leaf: jnp.zeros(leaf.shape, f32), params)
+        if 0 < count <= rows:
+            return _added(loss, bound, params, zeros, batch, counts)
+        cut = jax.tree_util.tree_map(lambda leaf: _cut(leaf, rows), (batch, counts))
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
+            if mask is None:  # every micro-batch has rows that count
+                return _added(loss, bound, params, total, *part), None
             return lax.cond(jnp.any(part[1]), lambda: _added(loss, bound, params, total, *part), lambda: total), None
 
         return lax.scan(add, zeros, cut)[0]

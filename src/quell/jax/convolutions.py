@@ -34,10 +34,10 @@ def _rewritten(value: Any, rows: int) -> Any:
     """A program with its convolutions replaced, or a parameter of an operation with the programs in it rewritten."""
     if isinstance(value, tuple | list):
         return type(value)(_rewritten(each, rows) for each in value)
+    if isinstance(value, core.Jaxpr):  # first: from JAX 0.11 on, closed ones are no other class
+        return value.replace(eqns=[_replaced(equation, rows) for equation in value.eqns])
     if isinstance(value, core.ClosedJaxpr):
         return value.replace(jaxpr=_rewritten(value.jaxpr, rows))
-    if isinstance(value, core.Jaxpr):
-        return value.replace(eqns=[_replaced(equation, rows) for equation in value.eqns])
     return value
 
 

@@ -7,13 +7,13 @@ is one warp and makes some tiles of the list, one after the other; a lane makes 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas
-from jax.experimental.pallas import triton
 
 from quell.jax.arithmetic import Arithmetic, Ptx, Traced, pair, refined, uniform
 from quell.jax.normals import Source, product
@@ -22,8 +22,8 @@ from quell.noise.layout import DRAW, LANES, REFINE, WORDS, chacha_rounds, tile_s
 
 TOGETHER = {"chacha20": 2, "chacha8": 2, "philox": 16}  # tiles that a program makes
 
-CUDA, INTERPRETED = "cuda", "interpreted"
-PLATFORMS = (CUDA, INTERPRETED)
+INTERPRETED = "interpreted"  # a platform for tests
+PLATFORMS = ("cuda", INTERPRETED) if find_spec("jax.experimental.pallas.triton") else ()
 
 u32, i32, f32 = jnp.uint32, jnp.int32, jnp.float32
 
@@ -35,6 +35,8 @@ def fresh(
 
     Their number is a multiple of `TOGETHER`.
     """
+    from jax.experimental.pallas import triton
+
     generator, together = source.generator, TOGETHER[source.generator]
     words = WORDS[generator]
 

@@ -200,6 +200,7 @@ class Host:
                 kept.close()
             raise
         self._witness = None if kept is None else Fingerprint(key, shards, None)
+        self._words = np.stack([key_words(generator, key, number) for number in range(len(leaves))])
         self._begun = False
         self._compiled = jax.jit(partial(self._update, ()))  # callbacks and shard_map want a traced program
         self.mechanism: Any = None
@@ -270,8 +271,7 @@ class Host:
     def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:
         """The host's answer, from one device: refusal, keys, zero and the expected batch size."""
         shown = [_gathered(total, where) if manual else total for total, where in zip(sums, self._slices, strict=True)]
-        words = key_words(self.generator, self.key, 0).size
-        shapes = (((), jnp.int32), ((len(self._slices), words), jnp.uint32), ((), jnp.uint32), ((), jnp.float32))
+        shapes = (((), jnp.int32), (self._words.shape, jnp.uint32), ((), jnp.uint32), ((), jnp.float32))
         expected = tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
         given = (state.step, state.refused, state.run, shown if self._witness is not None else [])
 
@@ -286,7 +286,6 @@ class Host:
 
     def _answer(self, step: Any, refused: Any, run: Any, sums: Any) -> tuple[Any, ...]:
         """Runs on the host, once per step, before anything of the step is released."""
-        words = [key_words(self.generator, self.key, number) for number in range(len(self._slices))]
         code = 0
         if int(refused) == 0:
             try:
@@ -294,7 +293,7 @@ class Host:
             except QuellError as problem:
                 _REFUSALS.append(str(problem))
                 code = len(_REFUSALS)
-        told = np.zeros_like(words) if code or int(refused) else np.stack(words)
+        told = np.zeros_like(self._words) if code or int(refused) else self._words
         return np.int32(code), told, np.uint32(0), self._expected
 
     def _allow(self, step: int, run: Any, sums: list[Any]) -> None:
