@@ -80,9 +80,7 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
         return _run_without_rule(engine, module, layer, args, kwargs)
     (x,) = args or tuple(kwargs.values())
     if layer.rule is linear:
-        weight, bias = module.weight, module.bias
-        anchor = weight if weight.requires_grad else bias
-        return tapped_linear(x, weight, bias, anchor, engine.arrival(module, linear))
+        return tapped_linear(x, module.weight, module.bias, engine.anchor, engine.arrival(module, linear))
     if layer.rule is embedding:
         x = _own_rows(engine, layer, x)
     elif layer.rule in LOWERED and torch.is_autocast_enabled(x.device.type):
@@ -130,8 +128,10 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
 
 def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[str, Tensor]:
     assert engine.rows is not None
-    own = module._parameters
-    return {name: per_row(own[name], engine.rows, engine.arrival(module, _row_rule(name))) for name in layer.trained}
+    own, rows = module._parameters, engine.rows
+    return {
+        name: per_row(own[name], rows, engine.anchor, engine.arrival(module, _row_rule(name))) for name in layer.trained
+    }
 
 
 def _takes_rows(engine: LayerEngine, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:

@@ -58,6 +58,7 @@ class LayerEngine(Engine):
         self.model, self.rows_per_unit = model, rows_per_unit
         self.sharded = any(is_sharded(parameter) for parameter in self.params.values())
         self.layers: dict[int, Layer] = {}
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # so that layers' outputs do
         self.idle = False  # whether layers run as if they had no taps
         self.lowered = False  # whether a layer has computed in less than float32, wherever autocast was turned on
         self.rows: int | None = None  # rows of the forward pass that runs now
@@ -104,8 +105,7 @@ class LayerEngine(Engine):
 
     def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
-        anchor = next(p for p in module.parameters(recurse=False) if p.requires_grad)
-        return tap(outputs, inputs, anchor, self.arrival(module, rule))
+        return tap(outputs, inputs, self.anchor, self.arrival(module, rule))
 
     def unwatched(self, run: Callable[[], Any]) -> Any:
         """Run the model, or a part of it, as if it had no taps."""

@@ -20,7 +20,7 @@ Arrived = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]  # takes what
 def tap(outputs: Sequence[Tensor], inputs: Sequence[Tensor], anchor: Tensor, arrived: Arrived) -> tuple[Tensor, ...]:
     """The same outputs, which call `arrived(inputs, gradients)` when a backward pass comes through them.
 
-    `anchor` is something that requires a gradient, so that the outputs do.
+    `anchor` is something that requires a gradient, so that the outputs do; it gets none.
     """
     seen = {id(value) for value in inputs}
     own = [value.clone() if value._is_view() or id(value) in seen else value for value in outputs]
@@ -34,9 +34,9 @@ def tapped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor
     return made
 
 
-def per_row(parameter: Tensor, rows: int, arrived: Arrived) -> Tensor:
+def per_row(parameter: Tensor, rows: int, anchor: Tensor, arrived: Arrived) -> Tensor:
     """A parameter of shape (1, ...) as (rows, ...), whose gradient arrives row by row."""
-    made: Tensor = _PerRow.apply(arrived, rows, parameter)
+    made: Tensor = _PerRow.apply(arrived, rows, parameter.detach(), anchor)
     return made
 
 
@@ -93,11 +93,11 @@ class _Linear(torch.autograd.Function):
 
 class _PerRow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arrived: Arrived, rows: int, parameter: Tensor) -> Any:
+    def forward(ctx: Any, arrived: Arrived, rows: int, parameter: Tensor, anchor: Tensor) -> Any:
         ctx.arrived = arrived
         return parameter.expand(rows, *parameter.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.arrived((), gradients)
-        return None, None, None
+        return None, None, None, None
