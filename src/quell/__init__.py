@@ -38,6 +38,7 @@ _HOMES = {
 _ROOMS = (
     "analysis",
     "costs",
+    "jax",
     "noise",
     "participation",
     "planning",

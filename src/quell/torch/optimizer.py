@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from quell.adapters.report import PrivacyReport, privacy_report
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.random_states import random_states, set_random_states
-from quell.torch.report import PrivacyReport, privacy_report
 from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import is_sharded, local
 
@@ -202,7 +202,16 @@ class PrivateOptimizer(Optimizer):
 
     def privacy_report(self) -> PrivacyReport:
         """What this run promises, has spent so far, and rests on."""
-        return privacy_report(self.run)
+        run = self.run
+        return privacy_report(
+            run.mechanism,
+            run.batches,
+            run.noise.key,
+            self._max_grad_norm,
+            run.step,
+            run.released,
+            ("torch", str(torch.__version__)),
+        )
 
     def __repr__(self) -> str:
         return f"<private {self.original_optimizer!r}, step {self.run.step:,} of {self.run.noise.steps:,}>"

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from quell.errors import QuellError
-from quell.noise import Key, Ledger
+from quell.adapters.choice import refuse_other_data, refuse_user_level, select
+from quell.adapters.scheme import scheme_of
+from quell.adapters.secrets import opened
+from quell.noise import Key
 from quell.schemes import Batches
-from quell.torch.checks import refuse_other_data, refuse_user_level, warn_about_optimizer, warn_about_sampler
+from quell.torch.checks import warn_about_optimizer, warn_about_sampler
 from quell.torch.distributed import agree, share_key, world
 from quell.torch.loader import dataset_of
-from quell.torch.noise import CorrelatedNoise, require_one_source, select
-from quell.torch.run import TrainingRun, scheme_of
+from quell.torch.noise import CorrelatedNoise
+from quell.torch.run import TrainingRun
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -37,25 +39,12 @@ class NoiseOptions:
 
     def secrets(self, rank: int) -> tuple[Key, Path | None]:
         """The run's key on every rank, and where its ledger lies: on rank 0, which keeps it for all."""
-        require_one_source(self.key, self.seed)
-        key, ledger = self.key, None if self.ledger is None else Path(self.ledger)
-        if self.seed is not None:
-            return Key.from_seed(self.seed), None if rank else ledger
-        if rank:
+        if rank and self.seed is None:
             return share_key(None), None
-        if isinstance(key, (str, Path)):
-            path = Path(key)
-            ledger = ledger or path.with_name(path.name + ".ledger")
-            if not path.exists():
-                Ledger(ledger).close()  # before the key, which is not to be used without it
-                Key.generate().save(path)
-            elif not ledger.exists():
-                raise QuellError(
-                    f"the key {path} is there, but not its ledger {ledger}, which knows the steps it has released: "
-                    "restore the ledger, or move the key away to start a new run with a new key"
-                )
-            key = Key.load(path)
-        return share_key(key or Key.generate()), ledger
+        key, ledger = opened(self.key, self.seed, self.ledger)
+        if self.seed is not None:
+            return key, None if rank else ledger
+        return share_key(key), ledger
 
 
 @contextmanager
