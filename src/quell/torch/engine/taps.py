@@ -7,7 +7,7 @@ work, and when the output's gradient arrives it hands both over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,15 +41,17 @@ def per_row(parameter: Tensor, rows: int, anchor: Tensor, arrived: Arrived) -> T
 
 
 @contextmanager
-def swapped(module: nn.Module, **others: Tensor) -> Iterator[None]:
-    """The module with detached parameters, or the others given, instead of its own."""
-    own = module._parameters
-    detached = {name: p.detach() if p is not None and p.requires_grad else p for name, p in own.items()}
-    module.__dict__["_parameters"] = {**detached, **others}
+def swapped(modules: Iterable[nn.Module], others: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    """The modules with detached parameters, or the others given, instead of their own."""
+    owned = [(module, module._parameters) for module in modules]
+    for module, own in owned:
+        detached = {name: p.detach() if p is not None and p.requires_grad else p for name, p in own.items()}
+        module.__dict__["_parameters"] = {**detached, **(others or {})}
     try:
         yield
     finally:
-        module.__dict__["_parameters"] = own
+        for module, own in owned:
+            module.__dict__["_parameters"] = own
 
 
 class _Tap(torch.autograd.Function):
