@@ -15,6 +15,7 @@ from quell.torch.noise import CorrelatedNoise
 if TYPE_CHECKING:
     from quell.adapters.report import PrivacyReport
     from quell.torch.attached import attach
+    from quell.torch.checkpoints import load_checkpoint, save_checkpoint
     from quell.torch.checks import PlanMismatchWarning
     from quell.torch.private import make_private
     from quell.torch.probe import UncheckedLossWarning
@@ -26,7 +27,9 @@ __all__ = [
     "UncheckedLossWarning",
     "attach",
     "clipped_sum",
+    "load_checkpoint",
     "make_private",
+    "save_checkpoint",
 ]
 
 # Loaded on first use: they need the accountants, the parts above do not.
@@ -35,7 +38,9 @@ _HOMES = {
     "PrivacyReport": "quell.adapters.report",
     "UncheckedLossWarning": "quell.torch.probe",
     "attach": "quell.torch.attached",
+    "load_checkpoint": "quell.torch.checkpoints",
     "make_private": "quell.torch.private",
+    "save_checkpoint": "quell.torch.checkpoints",
 }
 
 

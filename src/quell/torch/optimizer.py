@@ -26,7 +26,7 @@ from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.random_states import random_states, set_random_states
 from quell.torch.run import TrainingRun, Unfinished
-from quell.torch.sharding import is_sharded, local
+from quell.torch.sharding import dealt, is_sharded, local, whole
 
 
 class PrivateOptimizer(Optimizer):
@@ -160,7 +160,7 @@ class PrivateOptimizer(Optimizer):
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
         self._engine.require_bounded()
-        saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
+        saved = pytree.tree_map(whole, self.original_optimizer.state_dict())
         own = {
             "weights": self._weights(),
             "gradients": self._engine.settings(),
@@ -268,7 +268,7 @@ class PrivateOptimizer(Optimizer):
         """A digest of the trained weights, whole, whatever the number of ranks."""
         digest = blake2b(digest_size=16)
         for parameter in self._trained:
-            flat = _whole(parameter.detach()).cpu().contiguous().view(-1)
+            flat = whole(parameter.detach()).cpu().contiguous().view(-1)
             digest.update(flat.view(torch.uint8).numpy())
         return digest.hexdigest()
 
@@ -336,15 +336,7 @@ def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
         parameter.grad = total
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if is_sharded(value) else value
-
-
 def _shard_state(optimizer: Optimizer) -> None:
     """Deal whole tensors of a loaded state out again, as the parameters they belong to are."""
-    from torch.distributed.tensor import distribute_tensor
-
     for parameter, held in optimizer.state.items():
-        for name, value in held.items():
-            if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
-                held[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        held.update(dealt(held, dict.fromkeys(held, parameter)))

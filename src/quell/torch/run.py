@@ -74,6 +74,7 @@ class TrainingRun:
     noise: CorrelatedNoise
     rank: int
     world: int
+    key_kept: bool = False  # whether the key outlives this process, as rank 0 knows
     spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer

@@ -78,7 +78,8 @@ def started_run(
         agree=agree if size > 1 else None,
     )
     try:
-        run = TrainingRun(plan, chosen, batches, noise, rank, size)
+        key_kept = options.key is not None or options.seed is not None
+        run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept)
         run.share_released()
         yield run
     except BaseException:
