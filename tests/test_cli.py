@@ -84,6 +84,9 @@ def test_plan_saves_a_file_that_verifies(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "claims hold" in quell("verify", str(path))
     assert json.loads(quell("verify", str(path), "--json"))["true"] is True
+    assert "Nothing was found that breaks the promise" in " ".join(
+        quell("audit", str(path), "--canaries", "500").split()
+    )
     assert json.loads(quell(*PLAN, "--json")) == json.loads(path.read_text())
 
 
@@ -160,6 +163,8 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     assert documented.in_tables("plan") == [planned.keys()]
     checked = printed("verify", str(path))
     assert documented.quoted(documented.section("verify")) == checked.keys() | checked["checks"][0].keys()
+    audited = printed("audit", str(path), "--canaries", "100")
+    assert documented.quoted(documented.section("audit")) == audited.keys() | audited["bound"].keys()
     assert documented.quoted(documented.section("mechanisms")) == printed("mechanisms")[0].keys()
     monkeypatch.setenv("QUELL_CACHE", str(tmp_path))
     assert documented.quoted(documented.section("bench")) == printed("bench", "--parameters", "20000").keys()

@@ -37,6 +37,7 @@ _HOMES = {
 
 _ROOMS = (
     "analysis",
+    "auditing",
     "costs",
     "jax",
     "noise",

@@ -160,7 +160,8 @@ class PlannedSampler(Sampler[list[int]]):
             portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
             for number, portion in enumerate(portions):
                 filled_to = self.physical if self.fixed_shape else None
-                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to))
+                canaries = () if run.planted is None else tuple(run.planted.watched.among(portion).tolist())
+                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to, canaries))
                 yield portion.repeat(self.rows).tolist()
 
     def _portions(self, batch_size: int) -> int:
