@@ -17,7 +17,7 @@ from quell.torch import PlanMismatchWarning
 from quell.torch.folders import is_whole_folder, mark_whole
 from tests.pytorch.architectures import LENGTH, SPECIAL, WORDS, tiny, transformers
 from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
-from tests.pytorch.test_huggingface import arguments
+from tests.pytorch.test_huggingface import Stop, arguments
 from tests.pytorch.training import seeded, without_noise
 
 from quell.torch.huggingface import PrivateTrainer  # isort: skip - skipped without transformers
@@ -257,17 +257,6 @@ def test_evaluation_metrics_best_model_and_early_stopping(plan, tmp_path, tokeni
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
-
-
-class Stop(transformers.TrainerCallback):
-    """A crash after so many steps."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 def crashed(folder, plan, tokenizer, step):
