@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +25,7 @@ from tests.pytorch.conftest import small_plan
 from tests.pytorch.ranks import weights
 from tests.pytorch.test_huggingface import Stop, trainer_of
 from tests.pytorch.test_lightning import Module, trainer
+from tests.pytorch.test_lightning import Stop as Crash
 from tests.pytorch.training import examples
 
 CHECKPOINT = 4  # the step of it
@@ -87,11 +89,14 @@ def lightning(folder: Path, stop: int | None) -> dict[str, torch.Tensor]:
     module, world = Module(), dist.get_world_size()
     strategy = {"strategy": "ddp", "devices": world} if world > 1 else {"devices": 1}
     path = folder / "lightning.ckpt"
-    limits = {"max_steps": stop, "max_epochs": -1} if stop else {}
-    fitted = trainer(folder, private, **strategy, **limits)
-    fitted.fit(module, private.loader, ckpt_path=path if path.exists() else None, weights_only=True)
-    if stop is not None:
-        fitted.save_checkpoint(path)
+    keep = pl.callbacks.ModelCheckpoint(folder, filename="lightning", every_n_train_steps=CHECKPOINT)
+    extra = {"enable_checkpointing": True} if stop else {}
+    fitted = trainer(folder, private, *([keep, Crash(stop)] if stop else []), **strategy, **extra)
+    try:
+        fitted.fit(module, private.loader, ckpt_path=path if path.exists() else None, weights_only=True)
+    except RuntimeError:
+        if stop is None:
+            raise
     private.optimizer.close()
     return {} if stop else {name: value.clone() for name, value in module.state_dict().items()}
 

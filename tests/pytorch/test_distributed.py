@@ -96,7 +96,7 @@ def test_replicas_add_the_same_row(worlds):
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
 def test_torchrun_with_every_trainer(first, then, tmp_path):
-    """DDP, FSDP2, Trainer, Lightning: the same model in one process and in two, also where one goes on for the other."""
+    """DDP, FSDP2, Trainer, Lightning: the same model in one process and in two, also where one goes on for another."""
     launched = Path(__file__).with_name("launched.py")
     for world in (first, then):
         options = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world, launched, tmp_path)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from quell.errors import QuellError
 from quell.noise import claims
-from quell.torch import make_private
+from quell.torch import PlanMismatchWarning, make_private
 from tests.pytorch.conftest import unpriced_poisson_plan
 from tests.pytorch.training import examples, network, seeded, train, without_noise
 
@@ -78,12 +78,12 @@ def test_fit_goes_on_from_a_checkpoint(plan, tmp_path):
 
 
 class Stop(pl.Callback):
-    """A crash after so many steps."""
+    """A crash after so many steps, when what was due to be saved is."""
 
     def __init__(self, step):
         self.step = step
 
-    def on_train_batch_end(self, trainer, *arguments):
+    def on_train_batch_start(self, trainer, *arguments):
         if trainer.global_step == self.step:
             raise RuntimeError("a crash")
 
@@ -130,6 +130,24 @@ def test_every_planned_step_is_taken_where_batches_come_in_parts(physical, tmp_p
         assert private.privacy_report().steps_done == fitted.global_step == plan.steps
         found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_an_end_before_the_plans_is_not_silent(plan, tmp_path):
+    """Lightning takes a checkpoint that was saved after `fit` had stopped in the middle of an epoch for its end."""
+    path = tmp_path / "stopped.ckpt"
+    for options in ({"max_steps": 3, "max_epochs": -1}, {}):
+        claims._claims.clear()
+        private, module = Private(plan, examples(), key=tmp_path / "key"), Module()
+        fitted = trainer(tmp_path, private, **options)
+        if options:
+            fitted.fit(module, private.loader)
+            fitted.save_checkpoint(path)
+        else:
+            with pytest.warns(
+                PlanMismatchWarning, match=r"5 of 10 planned steps were taken.* max_steps=10, max_epochs=-1"
+            ):
+                fitted.fit(module, private.loader, ckpt_path=path, weights_only=True)
+        private.optimizer.close()
 
 
 @pytest.mark.parametrize(

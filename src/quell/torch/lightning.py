@@ -6,6 +6,7 @@ the optimizer does, is handed to `trainer.fit` as something to iterate over.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial, wraps
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
 from quell.torch.checkpoints import newest_whole, write_whole
+from quell.torch.checks import PlanMismatchWarning
 from quell.torch.distributed import decided
 from quell.torch.loader import PlannedSteps
 from quell.torch.optimizer import PrivateOptimizer
@@ -82,6 +84,19 @@ class Private(Callback):
         home, run = getattr(trainer.checkpoint_callback, "dirpath", None), self.optimizer.run
         if home is not None and run.step == 0 and decided(lambda: run.key_kept):
             trainer.save_checkpoint(Path(home) / "start.ckpt")  # a crash before the first checkpoint goes back to it
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.optimizer is not None
+        planned = min((trainer.max_epochs or 0) * self.plan.run.steps_per_epoch, self.plan.steps)
+        taken = self.optimizer.run.step
+        if taken < planned and trainer.max_steps < 0 and not trainer.should_stop:
+            warnings.warn(
+                f"{taken:,} of {planned:,} planned steps were taken: the trainer went on from a checkpoint in the middle "
+                "of an epoch, which it took for its end; to take the others, go on from its last checkpoint with "
+                f"max_steps={planned}, max_epochs=-1",
+                PlanMismatchWarning,
+                stacklevel=2,
+            )
 
     def _all_parts(self, training_step: Any, parts: Any, trainer: Any) -> Any:
         """Run `training_step` on every part of a planned batch; Lightning goes on with the result of the last."""
