@@ -91,8 +91,8 @@ class Private(Callback):
         taken = self.optimizer.run.step
         if taken < planned and trainer.max_steps < 0 and not trainer.should_stop:
             warnings.warn(
-                f"{taken:,} of {planned:,} planned steps were taken: the trainer went on from a checkpoint in the middle "
-                "of an epoch, which it took for its end; to take the others, go on from its last checkpoint with "
+                f"{taken:,} of {planned:,} planned steps were taken: the trainer went on from a checkpoint in the "
+                "middle of an epoch, which it took for its end; to take the others, go on from its last checkpoint with "
                 f"max_steps={planned}, max_epochs=-1",
                 PlanMismatchWarning,
                 stacklevel=2,
