@@ -92,8 +92,8 @@ class Private(Callback):
         if taken < planned and trainer.max_steps < 0 and not trainer.should_stop:
             warnings.warn(
                 f"{taken:,} of {planned:,} planned steps were taken: the trainer went on from a checkpoint in the "
-                "middle of an epoch, which it took for its end; to take the others, go on from its last checkpoint with "
-                f"max_steps={planned}, max_epochs=-1",
+                "middle of an epoch, which it took for its end; to take the others, go on from its last checkpoint "
+                f"with max_steps={planned}, max_epochs=-1",
                 PlanMismatchWarning,
                 stacklevel=2,
             )
