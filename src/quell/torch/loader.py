@@ -116,6 +116,34 @@ class PlannedLoader(DataLoader[Any]):
         self._loaded_step = int(state["step"])
 
 
+class PlannedSteps:
+    """The batches for trainers that count steps by items: an item is a planned step, to be iterated over for its parts.
+
+    So every planned step is taken, whatever the number of parts, and schedules, logs and checkpoints count steps.
+    """
+
+    def __init__(self, loader: PlannedLoader) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __len__(self) -> int:
+        return self.loader.run.plan.run.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Iterator[tuple[Any, bool]]]:
+        parts = iter(self.loader)
+        for first in parts:
+            yield self._parts(first, parts)
+
+    def _parts(self, part: Any, rest: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """The parts of a step, each with whether it is the last; the next is fetched when it is asked for."""
+        while True:
+            due = self.loader.run.unfinished.received
+            last = due is None or due.last
+            yield part, last
+            if last:
+                return
+            part = next(rest)
+
+
 class PlannedSampler(Sampler[list[int]]):
     """This rank's indices of each batch, in physical portions if asked.
 
