@@ -86,6 +86,9 @@ def plan(
         return
     tables.print_plan(chosen, answers, terminal.console)
     terminal.say_written([save, plot, html])
+    if not run.user_level:
+        for line in words.next_lines(save):
+            terminal.say(line)
 
 
 def _show_choices(steps: int, known: dict[str, Any], as_json: bool) -> None:

@@ -7,6 +7,7 @@ in one way. Nothing is computed here and no sentence is taken apart again elsewh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quell.errors import at_least
@@ -263,7 +264,24 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
     lines.append(f"Promise: {promise(chosen.guarantee, plan.run.promise.unit)}. {proof(chosen.guarantee)}")
     if chosen.scheme.amplifies:
         lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
+    if chosen.family is not INDEPENDENT:
+        lines.append(
+            "This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate that suits "
+            "DP-SGD."
+        )
     return lines
+
+
+def next_lines(saved: Path | None) -> list[str]:
+    """How to train with a plan, to be pasted; `saved` is the plan's file, if there is one."""
+    return [
+        "Next: train it. docs/learning-rates.md says how to choose lr and max_grad_norm.",
+        f"  plan = quell.Plan.load({str(saved or 'plan.json')!r})"
+        + ("" if saved else "  # from quell plan ... --save plan.json"),
+        "  model, optimizer, loader = quell.torch.make_private(",
+        "      model, optimizer, data, plan, max_grad_norm=1.0, key='run.key')",
+        "With Hugging Face: quell.torch.huggingface.PrivateTrainer(model, args, plan=plan, ...)",
+    ]
 
 
 def best_choice(choice: EpochChoice) -> str:

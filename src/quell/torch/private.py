@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from quell.torch.engine.base import Engine
 from quell.torch.engine.graphs import record_passes
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
+from quell.torch.joined import JoinedOptimizer
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.probe import Probe
@@ -38,7 +40,7 @@ CLIPPING = ("layers", "microbatch")
 
 def make_private(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     data: Dataset[Any] | DataLoader[Any],
     plan: Plan,
     max_grad_norm: float = 1.0,
@@ -65,7 +67,8 @@ def make_private(
 
     Args:
         model: The model to train. Hooks are attached; nothing is wrapped.
-        optimizer: Your optimizer over all parameters of the model that require gradients.
+        optimizer: Your optimizer over all parameters of the model that require gradients; or several, in a list, which
+            then step together, on gradients that are clipped over all of their parameters at once.
         data: The training set, or a `DataLoader` whose dataset, collate function and workers are used.
         plan: The plan whose batches, noise and promise to use.
         max_grad_norm: The norm to which each example's gradient is clipped.
@@ -121,6 +124,10 @@ def make_private(
         raise QuellError("cuda_graphs needs clipping='layers': leave it out")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
+    if isinstance(optimizer, (list, tuple)):
+        for each in optimizer:
+            refuse_wrong_arguments(each, data, plan, noise_memory)
+        optimizer = JoinedOptimizer(optimizer)
     refuse_wrong_arguments(optimizer, data, plan, noise_memory)
     if not isinstance(model, nn.Module):
         raise QuellError(f"model is a {type(model).__name__}: pass the torch.nn.Module to train")

@@ -57,6 +57,7 @@ class Unfinished:
     examples: int = 0  # clipped since the last of those
     units: int = 0  # seen since the last of those, fillings included
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
+    rates: list[float] | None = None  # the learning rates, which are the same for all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
     canaries: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # of all portions
     known: Any = None  # the sums of real gradients at the canaries' coordinates
@@ -148,6 +149,15 @@ class TrainingRun:
                 "loader`), which then goes on with the step that is due"
             )
         self.unfinished.received = portion
+
+    def require_same_rates(self, rates: list[float]) -> None:
+        """Refuse a learning rate that changes between the parts of a batch: a schedule counts steps, not parts."""
+        if self.unfinished.rates is not None and self.unfinished.rates != rates:
+            raise QuellError(
+                "the learning rate changed between the parts of one batch: call the scheduler when a step was taken, "
+                "`if optimizer.acted: scheduler.step()`"
+            )
+        self.unfinished.rates = rates
 
     def settle(self) -> bool:
         """Check that a step's gradients are those of the batch that is due; whether this closes the step."""
