@@ -30,9 +30,9 @@ import quell
 from quell.planning import Plan
 from quell.torch import make_private
 
-WORDS, CLIP, EPOCHS, STEPS = 2048, 1.0, 20, 20  # steps of an epoch
+WORDS, CLIP, EPOCHS, STEPS = 2048, 0.1, 20, 20  # steps of an epoch
 EPSILON, DELTA, MOMENTUM = 8.0, 1e-5, 0.9
-RATES, SEEDS = (1.0, 3.0, 10.0, 30.0), (1, 2, 3)
+RATES, SEEDS = (1.0, 3.0, 10.0, 30.0, 100.0), (1, 2, 3)
 MEAN_REVIEWS, MOST_REVIEWS = 12, 400
 
 
