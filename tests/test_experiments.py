@@ -189,3 +189,16 @@ def test_made_up_users_learn_sentiment_under_a_promise_per_user() -> None:
     assert (plan.run.drawn, plan.run.examples) == ("user", len(people))
     found = imdb_users.accuracy(imdb_users.train(setting, plan, data, users, 3.0, seed=1), data)
     assert found > 80
+
+
+def test_the_page_about_users_has_the_numbers_of_the_experiment() -> None:
+    runs = common.read_json(common.RESULTS / "imdb_users.json")["runs"]
+    page = (Path(__file__).parents[1] / "docs" / "users.md").read_text(encoding="utf-8")
+    for setting in imdb_users.SETTINGS:
+        final = [run for run in runs if run["setting"] == setting.name and run["seed"] in imdb_users.SEEDS]
+        found = [run["accuracy"] for run in final]
+        noise = "" if setting.unit is None else f"{final[0]['noise_multiplier']:.3g}"
+        how = final[0]["mechanism"] or ""
+        row = f"| {setting.name} | {how} | {noise} | {np.mean(found):.1f} ({min(found):.1f} to {max(found):.1f}) |"
+        assert len(found) == 3
+        assert row in page, row
