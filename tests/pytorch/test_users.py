@@ -57,6 +57,7 @@ class Run0:
         self.batches = Batches(scheme, plan.run.examples, key.derive("quell batches"), "user")
         self.owned = owned_rows(numbers, plan, most, key)
         self.receive = self.restart_step = lambda *_: None
+        self.planted = None
 
 
 def drawn(plan, numbers, most, key, **ranks):
