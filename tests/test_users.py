@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -320,3 +323,20 @@ def test_tables_that_do_not_name_users(tmp_path, content, options, message):
 def test_options_that_do_not_go_together(options, message):
     with pytest.raises(QuellError, match=message):
         quell(*PLAN, *options)
+
+
+@pytest.mark.slow
+def test_the_page_about_users_shows_what_the_command_prints(tmp_path):
+    random, path = Random(1), tmp_path / "ids.csv"
+    ids = [f"u{user}" for user in range(1000) for _ in range(max(1, int(random.paretovariate(1.1) * 4)))]
+    path.write_text("\n".join(["text,user", *(f"t,{each}" for each in ids)]))
+    page = (Path(__file__).parents[1] / "docs" / "users.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    quell (plan --users ids.csv .*)$", page, re.MULTILINE)
+    shown = quell(*command.replace("ids.csv", str(path)).split()).stdout
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    rows = re.findall(r"^\| (\d+ \| ~.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    assert all(row.replace(" | ", " ") in lines for row in rows)
+    said = " ".join(shown.split())
+    assert "1,000 users have 20,818 rows: 7 in the median, at most 1,226." in said
+    assert "in batches of 200 of the 20,818 examples, would be private per example with about ε = 3.4 at" in said

@@ -354,6 +354,24 @@ def test_users_and_examples_are_not_mixed_up(plan):
         attach(optimizer, params, examples(), user_plan())
 
 
+def test_canaries_take_part_when_users_do():
+    """An audit measures one user's ε: a canary shares a user's draws, whatever rows the user has."""
+    plan = user_plan(users=20, batch_size=4)
+    model, optimizer, loader = private(plan, users=np.arange(40) % 20, rows_per_user=2, canaries=16)
+    watched = optimizer.run.planted.watched
+    assert watched.examples.max() < 20
+    seen = []
+    for x, y in loader:
+        seen.append(sorted(watched.examples[list(optimizer.run.unfinished.received.canaries)].tolist()))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    batches = [sorted(set(batch.tolist()) & set(watched.examples.tolist())) for batch in optimizer.run.batches]
+    assert seen == batches[: len(seen)]
+    train(model, optimizer, loader)
+    assert not optimizer.audit().broken
+
+
 @pytest.mark.slow
 def test_trainers_take_users(tmp_path):
     """Both hand their options to make_private: the same weights as the plain loop's, bit by bit."""
