@@ -21,6 +21,7 @@ from quell.run import Run
 from quell.schemes import SCHEMES
 from quell.schemes.users import UserRows, numbered, shared
 from quell.show.statement import privacy_statement
+from tests import documented
 
 SMALL = {"users": 60, "batch_size": 6, "epochs": 3, "epsilon": 4.0, "delta": 1e-3, "sampling": "cyclic"}
 
@@ -266,6 +267,9 @@ def test_a_table_of_ids_makes_a_plan(tmp_path, kind):
     found = json.loads(quell(*PLAN, "--users", path, *column, "--rows-per-user", 2, "--json").stdout)
     assert found["run"]["users"] == 20
     assert found["user_limits"]["rows"] == 150
+    keys = {"user_limits", *found["user_limits"], *found["user_limits"]["limits"][0]}
+    (documentation,) = [part for part in documented.section("plan").split("\n\n") if "With a table of user" in part]
+    assert documented.quoted(documentation) == keys | {"user", "group"}
     assert found["user_limits"]["limits"][-1]["seen"]["16"] == 1.0
 
 

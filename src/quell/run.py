@@ -108,6 +108,8 @@ class Run:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise QuellError(f"there is no objective {short(self.objective)}: use {', '.join(OBJECTIVES)}")
+        if self.drawn != "example" and not self.user_level:
+            raise QuellError(f"batches drawn of {self.drawn}s promise privacy per user: make the promise's unit user")
         count, b = self.participation.count, self.participation.separation
         if not self.own_pattern and count < self.epochs:
             raise QuellError(
