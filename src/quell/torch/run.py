@@ -20,6 +20,7 @@ from quell.errors import QuellError
 from quell.schemes import Batches
 from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
+from quell.torch.users import Owned
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -82,6 +83,7 @@ class TrainingRun:
     rank: int
     world: int
     key_kept: bool = False  # whether the key outlives this process, as rank 0 knows
+    owned: Owned | None = None  # the rows of users, where batches are drawn of users
     spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
@@ -168,7 +170,7 @@ class TrainingRun:
                 "returned, and take one step per batch"
             )
         if examples != due.examples:
-            raise QuellError(_other_examples(examples, due))
+            raise QuellError(_other_examples(examples, due, self.batches.unit))
         if due.filled_to is not None and self.unfinished.units != due.filled_to:
             raise QuellError(
                 f"the gradients are those of {self.unfinished.units:,} rows, but {_named(due)} was filled up to "
@@ -205,6 +207,7 @@ class TrainingRun:
             f"{tuple(map(float, (promised.epsilon, promised.delta, promised.noise_multiplier)))}",
             "scheme": repr(self.batches.scheme),
             "examples": self.batches.examples,
+            **({} if self.owned is None else self.owned.name),
             **self.noise.settings(),
         }
 
@@ -224,8 +227,8 @@ def _named(portion: Portion) -> str:
     return f"the batch of step {portion.step:,}{part}"
 
 
-def _other_examples(examples: int, due: Portion) -> str:
-    found = f"the gradients are those of {examples:,} examples, but {_named(due)} has {due.examples:,}: "
+def _other_examples(examples: int, due: Portion, unit: str) -> str:
+    found = f"the gradients are those of {examples:,} {unit}s, but {_named(due)} has {due.examples:,}: "
     if not examples:
         return found + (
             "call model.train() (in eval mode gradients are not clipped, so they do not count), compute the loss from "
