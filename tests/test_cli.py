@@ -84,6 +84,9 @@ def test_plan_saves_a_file_that_verifies(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "claims hold" in quell("verify", str(path))
     assert json.loads(quell("verify", str(path), "--json"))["true"] is True
+    assert "Nothing was found that breaks the promise" in " ".join(
+        quell("audit", str(path), "--canaries", "500").split()
+    )
     assert json.loads(quell(*PLAN, "--json")) == json.loads(path.read_text())
 
 
@@ -142,9 +145,10 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     planned = printed(*PLAN, "--save", str(path))
     users = printed(*PLAN, "--participations", "3", "--separation", "5")
+    drawn = printed(*("--users" if each == "--examples" else each for each in PLAN))
     top, run, yardsticks, mechanism = documented.in_tables("price")
     assert all(top == each.keys() for each in priced)
-    assert run == priced[0]["run"].keys() | planned["run"].keys() | users["run"].keys()
+    assert run == priced[0]["run"].keys() | planned["run"].keys() | users["run"].keys() | drawn["run"].keys()
     assert yardsticks == planned["yardsticks"].keys()
     rows = [row for each in (*priced, planned) for row in each["mechanisms"]]
     assert mechanism == {key for row in rows for key in row}
@@ -160,6 +164,8 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     assert documented.in_tables("plan") == [planned.keys()]
     checked = printed("verify", str(path))
     assert documented.quoted(documented.section("verify")) == checked.keys() | checked["checks"][0].keys()
+    audited = printed("audit", str(path), "--canaries", "100")
+    assert documented.quoted(documented.section("audit")) == audited.keys() | audited["bound"].keys()
     assert documented.quoted(documented.section("mechanisms")) == printed("mechanisms")[0].keys()
     monkeypatch.setenv("QUELL_CACHE", str(tmp_path))
     assert documented.quoted(documented.section("bench")) == printed("bench", "--parameters", "20000").keys()

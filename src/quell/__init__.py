@@ -12,17 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quell.costs import Limits
     from quell.errors import QuellError
     from quell.planning import Mechanism, Plan, Prices, make_plan, plan
     from quell.planning.file import verify
-    from quell.run import Limits, Promise, Run
+    from quell.run import Promise, Run
 
 __version__ = "0.1.0"
 __all__ = ["Limits", "Mechanism", "Plan", "Prices", "Promise", "QuellError", "Run", "make_plan", "plan", "verify"]
 
 # Loaded on first use, so that `import quell` costs milliseconds and pulls in neither SciPy nor a framework.
 _HOMES = {
-    "Limits": "quell.run",
+    "Limits": "quell.costs",
     "Mechanism": "quell.planning",
     "Plan": "quell.planning",
     "Prices": "quell.planning",
@@ -37,6 +38,7 @@ _HOMES = {
 
 _ROOMS = (
     "analysis",
+    "auditing",
     "costs",
     "jax",
     "noise",

@@ -21,6 +21,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quell._types import Array
 from quell.errors import QuellError, require_finite, require_same_steps
 from quell.participation import Participation
 from quell.privacy.accountant import Accountant
@@ -36,12 +40,12 @@ class Scheme(ABC):
 
     name: ClassVar[str]  # what users pass as sampling=; also in plan files
     adjacency: ClassVar[str] = "add-remove"
-    words: ClassVar[str]  # how batches are formed, in a sentence for people
+    words: ClassVar[str]  # how batches are formed, in a sentence for people; {unit} stands for example or user
     amplifies: ClassVar[bool] = True  # whether random batches are part of the proof
     best_for_independent_noise: ClassVar[bool] = False  # no other scheme needs less of it
     takes_any_strategy: ClassVar[bool] = False  # whether every C ≥ 0 is accepted, with any number of bands
     drawn: ClassVar[bool] = False  # whether certificates may come from draws
-    per_user: ClassVar[bool] = False  # whether its proof also holds for users with several examples
+    per_user: ClassVar[bool] = False  # whether its proof also holds for users with several examples in batches
     equal_sizes: ClassVar[bool] = False  # whether batch sizes differ by at most one example
     unknown: ClassVar[str] = ""  # added to the error about an unknown option
 
@@ -99,6 +103,16 @@ class Scheme(ABC):
     @abstractmethod
     def account(self, strategy: Strategy) -> Accountant:
         """A new accountant; raises `QuellError` if the scheme does not go with the strategy."""
+
+    @abstractmethod
+    def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
+        """(examples,) how much likelier an attacker finds it that an example takes part: ln P[seen | it does]/P[… not].
+
+        Args:
+            seen: (examples, steps) what is released about each example, with noise of variance 1: C times the row.
+            columns: C/σ, with the same steps: what taking part in a step adds.
+            patterns: (examples, steps) who took part when, if they did: only for schemes whose batches anyone may know.
+        """
 
     def accountant(self, strategy: Strategy) -> Accountant:
         """The accountant of a strategy under this scheme, cached."""

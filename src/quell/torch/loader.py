@@ -75,10 +75,11 @@ class PlannedLoader(DataLoader[Any]):
         if fixed_shape is None:
             fixed_shape = in_memory  # where rows of zeros are surely harmless
         self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape)
+        rows = self._planned.rows
         super().__init__(
             dataset,
             batch_sampler=self._planned,
-            collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows_per_example),
+            collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows),
             **kept,
         )
 
@@ -116,6 +117,34 @@ class PlannedLoader(DataLoader[Any]):
         self._loaded_step = int(state["step"])
 
 
+class PlannedSteps:
+    """The batches for trainers that count steps by items: an item is a planned step, to be iterated over for its parts.
+
+    So every planned step is taken, whatever the number of parts, and schedules, logs and checkpoints count steps.
+    """
+
+    def __init__(self, loader: PlannedLoader) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __len__(self) -> int:
+        return self.loader.run.plan.run.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Iterator[tuple[Any, bool]]]:
+        parts = iter(self.loader)
+        for first in parts:
+            yield self._parts(first, parts)
+
+    def _parts(self, part: Any, rest: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """The parts of a step, each with whether it is the last; the next is fetched when it is asked for."""
+        while True:
+            due = self.loader.run.unfinished.received
+            last = due is None or due.last
+            yield part, last
+            if last:
+                return
+            part = next(rest)
+
+
 class PlannedSampler(Sampler[list[int]]):
     """This rank's indices of each batch, in physical portions if asked.
 
@@ -126,7 +155,8 @@ class PlannedSampler(Sampler[list[int]]):
     def __init__(
         self, run: TrainingRun, physical_batch_size: int | None, rows: int = 1, fixed_shape: bool = False
     ) -> None:
-        self.run, self.rows, self.fixed_shape = run, require_count("rows_per_example", rows), fixed_shape
+        self.run, self.repeats, self.fixed_shape = run, require_count("rows_per_example", rows), fixed_shape
+        self.rows = self.repeats * (1 if run.owned is None else run.owned.most)  # of an example, or of a user
         self.physical = (
             None if physical_batch_size is None else require_count("physical_batch_size", physical_batch_size)
         )
@@ -160,8 +190,10 @@ class PlannedSampler(Sampler[list[int]]):
             portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
             for number, portion in enumerate(portions):
                 filled_to = self.physical if self.fixed_shape else None
-                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to))
-                yield portion.repeat(self.rows).tolist()
+                canaries = () if run.planted is None else tuple(run.planted.watched.among(portion).tolist())
+                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to, canaries))
+                rows = portion if run.owned is None else run.owned.taken(portion, step)
+                yield rows.repeat(self.repeats).tolist()
 
     def _portions(self, batch_size: int) -> int:
         """How many items a batch makes: the same on every rank, because sharded models compute together."""

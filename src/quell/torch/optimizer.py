@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from quell.adapters.report import PrivacyReport, privacy_report
+from quell.auditing import Audit
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
+from quell.torch.joined import parts_of
 from quell.torch.random_states import random_states, set_random_states
 from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import dealt, is_sharded, local, whole
@@ -44,15 +46,17 @@ class PrivateOptimizer(Optimizer):
         self._max_grad_norm = engine.max_grad_norm
         self._trained = list(engine.params.values())
         self._sharded = any(is_sharded(parameter) for parameter in self._trained)
+        self.acted = False  # whether the last `step` took one, and did not only gather a part of its batch
         self._used = False  # whether p.grad still holds the gradients of the last step
-        self._first_rate = _rate(optimizer)
+        self._first_rate = _rate(optimizer.param_groups[0])
         self._schedule_checked = True
-        self._noised = False  # whether p.grad is a step's noisy gradient that the wrapped optimizer has not used yet
+        self._noised: set[Optimizer] = set()  # the wrapped ones that have not used a step's noisy gradient yet
         self._to_replay: _Saved | None = None
         run.forget_gradients = engine.discard
         for hooks in _HOOKS:  # hooks registered here run when the wrapped optimizer steps, saves and loads
             setattr(self, hooks, getattr(optimizer, hooks))
-        optimizer.register_step_pre_hook(self._require_noise)
+        for part in parts_of(optimizer):
+            part.register_step_pre_hook(self._require_noise)
 
     @property
     def param_groups(self) -> Any:
@@ -93,7 +97,7 @@ class PrivateOptimizer(Optimizer):
         """Forget gradients; clipped sums of a batch that is still being accumulated are kept."""
         self._engine.discard()
         self.original_optimizer.zero_grad(set_to_none=True)
-        self._used = self._noised = False
+        self._used, self._noised = False, set()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
@@ -109,8 +113,10 @@ class PrivateOptimizer(Optimizer):
 
         A step that is refused, or interrupted, leaves nothing behind: its batch has to come again, from its first part.
         """
+        self.acted = False
         try:
             self._require_sound()
+            self.run.require_same_rates([_rate(group) for group in self.param_groups])
             self.clip_and_accumulate()
             skips = self.run.unfinished.skips
             if (skips and skips.pop(0)) or not self.run.settle():
@@ -122,10 +128,10 @@ class PrivateOptimizer(Optimizer):
             self.scale_grad()
             if self.step_hook is not None:
                 self.step_hook(self)
-            self._noised = True
+            self._noised, self.acted = set(parts_of(self.original_optimizer)), True
             return True
         except BaseException:
-            self._noised = False
+            self._noised = set()
             self.run.restart_step()
             raise
 
@@ -133,6 +139,8 @@ class PrivateOptimizer(Optimizer):
         """Add the clipped gradients that backward passes have left to the sums of this step."""
         examples, sums = self._engine.collect()
         unfinished = self.run.unfinished
+        if self.run.planted is not None:
+            self.run.planted.plant(sums, unfinished)
         unfinished.examples += examples
         if unfinished.sums is None:
             unfinished.sums = sums
@@ -146,7 +154,10 @@ class PrivateOptimizer(Optimizer):
         assert sums is not None
         if not self._sharded:
             sum_over_ranks(sums)
+        step = self.run.step
         self.run.noise.add_(sums)
+        if self.run.planted is not None:
+            self.run.planted.find(step, sums, unfinished)
         for parameter, total in zip(self._trained, sums, strict=True):
             _set_gradient(parameter, total)
         self._used = True
@@ -193,7 +204,7 @@ class PrivateOptimizer(Optimizer):
         if self._sharded:
             _shard_state(self.original_optimizer)
         self.run.restart_step()
-        self._used = self._noised = False
+        self._used, self._noised = False, set()
 
     def close(self) -> None:
         """Let go of the ledger, so that another run of this process can go on with the key."""
@@ -213,6 +224,19 @@ class PrivateOptimizer(Optimizer):
             ("torch", str(torch.__version__)),
         )
 
+    def audit(self, confidence: float = 0.95) -> Audit:
+        """What an attacker can tell about this run's canaries, once it is finished: ε is at least so much.
+
+        Args:
+            confidence: Probability that the lower bound is true.
+
+        Returns:
+            The lower bound beside the promise; print it, or `plot` it.
+        """
+        if self.run.planted is None:
+            raise QuellError("this run has no canaries: pass canaries=1000 to make_private, before the first step")
+        return self.run.planted.watched.audit(confidence)
+
     def __repr__(self) -> str:
         return f"<private {self.original_optimizer!r}, step {self.run.step:,} of {self.run.noise.steps:,}>"
 
@@ -220,12 +244,12 @@ class PrivateOptimizer(Optimizer):
 
     def _require_noise(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Runs before every step of the wrapped optimizer: it may use a noisy gradient, once."""
-        if not self._noised:
+        if optimizer not in self._noised:
             raise QuellError(
                 "this optimizer was made private, and its own step has no noise: call step() of the one that "
                 "make_private returned"
             )
-        self._noised = False
+        self._noised.discard(optimizer)
         self._require_no_other_gradients()
 
     def _require_no_other_gradients(self) -> None:
@@ -291,7 +315,7 @@ class PrivateOptimizer(Optimizer):
 
     def _warn_about_schedule(self) -> None:
         if self._schedule_checked and self.run.step:
-            mismatch = schedule_mismatch(self.run.plan, self.run.step, self._first_rate, _rate(self.original_optimizer))
+            mismatch = schedule_mismatch(self.run.plan, self.run.step, self._first_rate, _rate(self.param_groups[0]))
             if mismatch is not None:
                 warnings.warn(mismatch, PlanMismatchWarning, stacklevel=4)
                 self._schedule_checked = False
@@ -317,8 +341,8 @@ _HOOKS = (
 _SAME_PARAMETERS = "freeze, unfreeze and add layers before calling it"
 
 
-def _rate(optimizer: Optimizer) -> float:
-    return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else 1.0
+def _rate(group: Mapping[str, Any]) -> float:
+    return float(group.get("lr", 1.0))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
