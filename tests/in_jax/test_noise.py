@@ -64,7 +64,7 @@ def differing(case: str, generator: str, where: Any, steps: int) -> int:
     return count
 
 
-QUICK = [("regenerate", "chacha20")]  # others: rings in a shard_map, trees unsharded, exponentials in a scan, all below
+QUICK = [("regenerate", "chacha20")]  # also quick: rings in a shard_map, exponentials in a scan
 ALL = [
     pytest.param(kind, generator, marks=[] if (kind, generator) in QUICK else pytest.mark.slow)
     for kind in RECURRENCES
@@ -81,13 +81,9 @@ def test_eight_devices_make_the_bits_of_numpy(recurrence: str, generator: str) -
 
 @pytest.mark.parametrize(
     ("sizes", "recurrence", "generator"),
-    [
-        pytest.param(sizes, kind, generator, marks=[] if (sizes, kind) == ((), "fenwick") else pytest.mark.slow)
-        for sizes in SIZES
-        for kind in RECURRENCES
-        for generator in (["philox"] if sizes == () and kind == "fenwick" else WORDS)
-    ],
+    [(sizes, kind, generator) for sizes in SIZES for kind in RECURRENCES for generator in WORDS],
 )
+@pytest.mark.slow
 def test_fewer_devices_make_the_same_bits(sizes: tuple[int, ...], recurrence: str, generator: str) -> None:
     assert differing(RECURRENCES[recurrence], generator, mesh(*sizes), steps=3) == 0
 
@@ -158,6 +154,7 @@ def test_the_kernel_makes_the_bits_of_numpy(monkeypatch: pytest.MonkeyPatch, rec
     assert differing(RECURRENCES[recurrence], generator, where, steps=4) == 0
 
 
+@pytest.mark.slow
 def test_many_pieces_make_the_bits_of_one() -> None:
     """A tensor of several loops' length, against the compiled CPU path."""
     shape = (500, 301)
