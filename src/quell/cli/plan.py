@@ -82,7 +82,7 @@ def plan(
             chosen.write_page(html)
         answers = None if as_json else chosen.answers
     if answers is None:
-        terminal.print_json(chosen.as_dict())
+        terminal.print_json({**chosen.as_dict(), "meaning": chosen.meaning.as_dict()})
         return
     tables.print_plan(chosen, answers, terminal.console)
     terminal.say_written([save, plot, html])

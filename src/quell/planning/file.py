@@ -89,12 +89,12 @@ def verify(path: str | Path) -> list[Check]:
     Returns:
         One check per claim; a false claim has `holds=False`. Files that are not plans raise `QuellError`.
     """
-    return _checked(path)[0]
+    return checked(path)[0]
 
 
 def verified_plan(path: str | Path) -> Plan:
     """The plan in a file; raises `QuellError` if one of its claims does not hold."""
-    checks, plan = _checked(path)
+    checks, plan = checked(path)
     if false := [check for check in checks if not check.holds]:
         first = false[0]
         raise QuellError(
@@ -105,7 +105,7 @@ def verified_plan(path: str | Path) -> Plan:
     return plan
 
 
-def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
+def checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     """All checks, and the plan if every mechanism in it could be built."""
     content = _read(path)
     old = content["version"] == version2.VERSION

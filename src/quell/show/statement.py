@@ -10,6 +10,7 @@ from quell.show import words
 
 if TYPE_CHECKING:
     from quell.planning import Plan
+    from quell.privacy import Meaning
     from quell.torch.report import PrivacyReport
 
 _NEIGHBOURS = {
@@ -18,8 +19,11 @@ _NEIGHBOURS = {
 }
 
 
-def privacy_statement(plan: Plan) -> dict[str, str]:
-    """What is promised, to whom, and on which conditions, for someone who does not read formulas."""
+def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, str]:
+    """What is promised, to whom, and on which conditions, for someone who does not read formulas.
+
+    `meaning` is what the best attacker can find out, where it was asked.
+    """
     guarantee, unit, pattern = plan.mechanism.guarantee, plan.run.promise.unit, plan.run.participation
     neighbours = _NEIGHBOURS[guarantee.adjacency].format(unit=unit)
     if plan.run.user_level:
@@ -36,6 +40,7 @@ def privacy_statement(plan: Plan) -> dict[str, str]:
         "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
         f"without any one {unit}: no conclusion becomes more or less likely by more than a factor e^ε, "
         f"ε = {at_least(guarantee.epsilon)}, except with probability δ = {words.number(guarantee.delta)}.",
+        **({} if meaning is None else {"What an attacker can find out": words.attacker(meaning, unit)}),
         "Who is protected": protected,
         "How batches must be formed": f"{formed} The promise is void for batches formed in another way. "
         f"(Scheme: {guarantee.sampling}.)",
@@ -72,6 +77,7 @@ def report_markdown(report: PrivacyReport) -> str:
         "mechanism": f"{report.mechanism}, noise multiplier {at_least(report.noise_multiplier)}",
         "clipping": f"every example's gradient is clipped to norm {report.max_grad_norm:g}; sums are divided by "
         f"{report.expected_batch_size:g}",
+        "best attack": words.attacker(report.meaning, report.unit.removeprefix("one ")),
         "bound": report.bound + (f" ({words.failure(chance)})" if chance else ""),
         "key": report.key,
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),

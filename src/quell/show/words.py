@@ -16,7 +16,7 @@ from quell.strategy.family import DIVERGENCE, HORIZON
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.questions import Answers, EpochChoice
-    from quell.privacy import Estimate, Guarantee
+    from quell.privacy import Estimate, Guarantee, Meaning
     from quell.run import Run
 
 ERRORS = {"training": "predicted training error", "rmse": "RMSE", "maxse": "MaxSE"}
@@ -143,6 +143,27 @@ def estimated(estimate: Estimate) -> str:
     return f"Estimated, not certified: {level(estimate.epsilon, estimate.delta)} under {estimate.sampling} sampling."
 
 
+def attacker(meaning: Meaning, unit: str) -> str:
+    """What the best attacker can find out, in two sentences."""
+    alone, *groups = meaning.true_positives.items()
+    accused, found = zip(*((percent(rate), percent(share)) for rate, share in alone[1].items()), strict=True)
+    exact = "" if meaning.mu is None else f" (Gaussian DP with μ = {at_least(meaning.mu, 4)})"
+    others = [f"{counted(size, unit)} {' and '.join(map(percent, row.values()))}" for size, row in groups]
+    return (
+        f"The best attack on who was in the data finds at most {found[0]} of the {unit}s that were used if it "
+        f"wrongly accuses {accused[0]} of others, and {found[1]} if it accuses {accused[1]}{exact}. Groups: "
+        f"{', '.join(others)}."
+    )
+
+
+def percent(share: float) -> str:
+    """
+    >>> percent(0.001), percent(0.3372), percent(1.0)
+    ('0.1%', '33.8%', '100%')
+    """
+    return f"{at_least(100 * share, 3)}%"
+
+
 def details(run: Run, mechanism: Mechanism) -> list[str]:
     """What lies behind one row: sensitivity, promise, and how an optimised strategy was found."""
     guarantee, how, pattern = mechanism.guarantee, mechanism.strategy.convergence, run.participation
@@ -261,6 +282,8 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
         f"{abs(ratio - 1):.0%} {'above' if ratio >= 1 else 'below'} it."
     )
     lines.append(f"Promise: {promise(chosen.guarantee, plan.run.promise.unit)}. {proof(chosen.guarantee)}")
+    if answers.meaning is not None:
+        lines.append(f"Meaning: {attacker(answers.meaning, plan.run.promise.unit)}")
     if chosen.scheme.amplifies:
         lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
     return lines

@@ -12,7 +12,7 @@ import torch
 
 import quell
 from quell import privacy
-from quell.privacy import Guarantee
+from quell.privacy import Guarantee, Meaning
 from quell.show import statement, words
 from quell.strategy.structure import ToeplitzStrategy, describe
 from quell.torch.run import TrainingRun
@@ -25,7 +25,8 @@ class PrivacyReport:
     `epsilon_at_the_end` and `delta` hold after all `steps`. `epsilon_so_far` holds for the steps released so far, at
     the same δ; `epsilon_so_far_is` says whether it was certified for them or is that of the whole run. Both are for one
     example more or less (`adjacency`) and need batches formed as `sampling_assumption` says. `failure_probability` is
-    that of Monte-Carlo accounting and is already included in `delta`.
+    that of Monte-Carlo accounting and is already included in `delta`. `meaning` is what the whole run lets the best
+    attacker find out.
     """
 
     unit: str
@@ -44,12 +45,13 @@ class PrivacyReport:
     epsilon_so_far: float
     epsilon_so_far_is: str
     failure_probability: float
+    meaning: Meaning
     key: str
     versions: dict[str, str]
 
     def json(self) -> str:
         """The report as a JSON object with one key per attribute."""
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps({**asdict(self), "meaning": self.meaning.as_dict()}, indent=2)
 
     def markdown(self) -> str:
         """The report as a page for people, ready to be kept with the model."""
@@ -81,6 +83,7 @@ def privacy_report(run: TrainingRun) -> PrivacyReport:
         epsilon_so_far=spent,
         epsilon_so_far_is=kind,
         failure_probability=guarantee.failure_probability,
+        meaning=privacy.meaning(run.mechanism.strategy, run.batches.scheme, guarantee),
         key=(
             f"{key.id}, made from a seed: NO privacy guarantee"
             if key.seeded
