@@ -12,16 +12,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quell.budget import Budget
     from quell.errors import QuellError
     from quell.planning import Mechanism, Plan, Prices, make_plan, plan
     from quell.planning.file import verify
     from quell.run import Limits, Promise, Run
 
 __version__ = "0.1.0"
-__all__ = ["Limits", "Mechanism", "Plan", "Prices", "Promise", "QuellError", "Run", "make_plan", "plan", "verify"]
+__all__ = [
+    "Budget",
+    "Limits",
+    "Mechanism",
+    "Plan",
+    "Prices",
+    "Promise",
+    "QuellError",
+    "Run",
+    "make_plan",
+    "plan",
+    "verify",
+]
 
 # Loaded on first use, so that `import quell` costs milliseconds and pulls in neither SciPy nor a framework.
 _HOMES = {
+    "Budget": "quell.budget",
     "Limits": "quell.run",
     "Mechanism": "quell.planning",
     "Plan": "quell.planning",
@@ -37,6 +51,7 @@ _HOMES = {
 
 _ROOMS = (
     "analysis",
+    "budget",
     "costs",
     "noise",
     "participation",

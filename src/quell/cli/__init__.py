@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from quell import __version__
-from quell.cli import bench, compare, mechanisms, plan, price, serve, terminal, train, verify
+from quell.cli import bench, budget, compare, mechanisms, plan, price, serve, terminal, train, verify
 from quell.errors import QuellError
 
 HELP = """
@@ -56,6 +56,7 @@ for command in (
     mechanisms.mechanisms,
 ):
     app.command()(command)
+app.add_typer(budget.app)
 
 
 def _version(wanted: bool) -> None:

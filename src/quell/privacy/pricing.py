@@ -33,7 +33,7 @@ from quell.privacy.meaning import meaning as meaning_of
 from quell.privacy.profile import PointProfile, Profile
 from quell.strategy.structure import Strategy
 
-_DRAWN, _EXACT = 16, 64  # points of a profile that is certified point by point, by draws or without
+_DRAWN, _EXACT = 22, 64  # points of a profile that is certified point by point, by draws or without
 _FAR_BELOW = 1e-3  # of the promised δ, where such points end: so much less than δ does not matter to a few hundred runs
 
 

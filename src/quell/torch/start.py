@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from quell.budget import Budget, Entry
+from quell.budget.entry import entry_of
 from quell.errors import QuellError
 from quell.noise import Key, Ledger
 from quell.schemes import Batches
@@ -34,6 +36,7 @@ class NoiseOptions:
     ledger: str | Path | None
     generator: str
     memory: float
+    budget: str | Path | None = None
 
     def secrets(self, rank: int) -> tuple[Key, Path | None]:
         """The run's key on every rank, and where its ledger lies: on rank 0, which keeps it for all."""
@@ -91,7 +94,30 @@ def started_run(
     try:
         run = TrainingRun(plan, chosen, batches, noise, rank, size)
         run.share_released()
+        if options.budget is not None:
+            run.charge = _charging(plan, chosen, key, options.budget)
         yield run
     except BaseException:
         noise.close()
         raise
+
+
+def _charging(plan: Plan, mechanism: Mechanism, key: Key, path: str | Path) -> Callable[[], None]:
+    """Refuse a run that its budget has no room for; the function that charges it, on rank 0, for all to call together.
+
+    The run is named by its key, so one that is resumed is not charged again.
+    """
+    if key.seeded:
+        raise QuellError("a run with a seed has no privacy that a budget could count: leave out seed, or budget")
+    entries: list[Entry] = []  # one, made where a refusal reaches all ranks
+
+    def together(act: Callable[[Budget, Entry], object]) -> None:
+        def note(_: bytes) -> None:
+            if not entries:
+                entries.append(entry_of(plan.prices, mechanism, key.id))
+            act(Budget(path), entries[0])
+
+        agree(b"", note)
+
+    together(Budget.require_room)
+    return lambda: together(Budget.add)
