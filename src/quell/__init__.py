@@ -62,6 +62,7 @@ _ROOMS = (
     "show",
     "strategy",
     "torch",
+    "tuning",
     "workload",
 )
 

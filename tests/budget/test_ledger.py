@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import quell
 from quell import cli
 from quell.budget import Budget, Entry, lines
+from quell.budget.claims import run_claim
 from quell.budget.entry import entry_of
 from quell.budget.ledger import spent
 from quell.errors import QuellError
@@ -31,7 +32,7 @@ def plan():
 
 @pytest.fixture(scope="module")
 def entry(plan):
-    return entry_of(plan.prices, plan.mechanism, "a")
+    return entry_of(run_claim(plan.prices, plan.mechanism), "a")
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_random_batches_are_charged_by_what_is_certified(budget):
 
 def test_fixed_plans_are_charged_less(tmp_path):
     random = quell.plan(epsilon=1.0, sampling="poisson", memory=0, **SMALL)
-    total = spent([entry_of(random.prices, random.mechanism, "a")] * 2, 1e-5)
+    total = spent([entry_of(run_claim(random.prices, random.mechanism), "a")] * 2, 1e-5)
     between = 0.5 * (total.epsilon + total.adaptive_epsilon)
     made = [
         Budget.create(tmp_path / f"{fixed}", name="x", epsilon=between, delta=1e-5, fixed_plans=fixed)

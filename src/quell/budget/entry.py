@@ -1,4 +1,4 @@
-"""One run in a budget: what it promises, what is known of its privacy loss, and the plan by which to check both."""
+"""One charged run in a budget: what it promises, what is known of its loss, and the plan by which to check both."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
-from quell import privacy
+from quell.budget.claims import Claim, claim_again
 from quell.errors import QuellError, require_privacy, short
-from quell.planning.file import Check, certified
-from quell.planning.mechanism import Mechanism
-from quell.planning.prices import Prices
+from quell.planning.file import Check
 from quell.privacy.composition import Charge
 from quell.privacy.profile import of_plain, plain
 
@@ -24,7 +22,7 @@ _TOLERANCE = 1e-6  # of points that were certified on another machine
 
 @dataclass(frozen=True)
 class Entry:
-    """One charged run.
+    """One charged run, or one search.
 
     Args:
         run: What names it: the id of its noise key, or what was given. The same run with the same plan is charged once.
@@ -52,7 +50,9 @@ class Entry:
     @property
     def kind(self) -> str:
         """What was run, in a word or two."""
-        return "plan by digest" if self.plan is None else str(self.plan["mechanism"]["family"])
+        if self.plan is None:
+            return "plan by digest"
+        return "search" if "plans" in self.plan else str(self.plan["mechanism"]["family"])
 
     def same_run(self, other: Entry) -> bool:
         return (self.run, self.digest) == (other.run, other.digest)
@@ -61,22 +61,17 @@ class Entry:
         return asdict(self)
 
 
-def entry_of(prices: Prices, mechanism: Mechanism, run: str) -> Entry:
-    """The entry of a run of a plan's mechanism; takes certificates where the scheme needs them."""
-    guarantee, planned = mechanism.guarantee, prices.run
-    if (guarantee.epsilon, guarantee.delta) != (planned.epsilon, planned.delta):  # a mechanism of another plan
-        planned = planned.changed(epsilon=guarantee.epsilon, delta=guarantee.delta)
-    content = plan_of(planned.as_dict(), mechanism.as_dict())
-    profile = privacy.profile(mechanism.strategy, prices.scheme_of(mechanism), guarantee)
+def entry_of(claim: Claim, run: str) -> Entry:
+    """The entry of what claims this, under the name `run`."""
     return Entry(
         run,
         datetime.now(UTC).isoformat(timespec="seconds"),
-        prices.run.promise.unit,
-        guarantee.epsilon,
-        guarantee.delta,
-        plain(profile),
-        digest_of(content),
-        content if len(_text(content)) <= MOST_BYTES else None,
+        claim.unit,
+        claim.epsilon,
+        claim.delta,
+        plain(claim.profile),
+        digest_of(claim.content),
+        claim.content if len(_text(claim.content)) <= MOST_BYTES else None,
     )
 
 
@@ -100,16 +95,16 @@ def checks_of(entry: Entry, plans: dict[str, dict[str, Any]]) -> Iterator[Check]
     if content is None:
         yield Check(f"{label}: plan", entry.digest, "not given: pass the plan file", False)
         return
-    yield _same(f"{label}: digest", entry.digest, digest_of(content))
+    yield _check(f"{label}: digest", entry.digest, digest_of(content))
     try:
-        prices, mechanism = certified(content.get("run"), content.get("mechanism"))
-        fresh = entry_of(prices, mechanism, entry.run)
+        fresh = claim_again(content)
     except QuellError as refusal:
         yield Check(f"{label}: plan", "can be built, and its noise suffices", str(refusal), False)
         return
     for name in ("unit", "epsilon", "delta"):
-        yield _same(f"{label}: {name}", getattr(entry, name), getattr(fresh, name))
-    yield Check(f"{label}: privacy loss", entry.profile["kind"], fresh.profile["kind"], _no_less(entry, fresh))
+        yield _check(f"{label}: {name}", getattr(entry, name), getattr(fresh, name))
+    known = plain(fresh.profile)
+    yield Check(f"{label}: privacy loss", entry.profile["kind"], known["kind"], _same(entry.profile, known))
 
 
 def digest_of(content: dict[str, Any]) -> str:
@@ -117,39 +112,24 @@ def digest_of(content: dict[str, Any]) -> str:
     return sha256(_text(content).encode()).hexdigest()
 
 
-def plan_of(run: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """What an entry carries of a plan: the run, and what makes one mechanism of it what it is, without its prices."""
-    kept: dict[str, Any] = {name: row[name] for name in ("family", "parameters", "solution") if name in row}
-    kept |= {"noise": {"multiplier": row["noise"]["multiplier"]}, "error": {}}
-    return {"run": run, "mechanism": {**kept, "guarantee": {"sampling": row["guarantee"]["sampling"]}}}
-
-
 def _text(content: dict[str, Any]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def _same(claim: str, stated: Any, fresh: Any) -> Check:
-    return Check(claim, stated, fresh, stated == fresh)
+def _check(claim: str, stated: Any, fresh: Any) -> Check:
+    return Check(claim, stated, fresh, _same(stated, fresh))
 
 
-def _no_less(stated: Entry, fresh: Entry) -> bool:
-    """Whether the stated loss is the recomputed one, up to rounding between machines."""
-    ours, theirs = (list(_numbers(entry.profile)) for entry in (stated, fresh))
-    return len(ours) == len(theirs) and all(
-        one == other
-        or (isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=_TOLERANCE))
-        for one, other in zip(ours, theirs, strict=True)
-    )
-
-
-def _numbers(value: Any) -> Iterator[Any]:
-    """Everything in nested plain data, in order."""
-    if isinstance(value, dict):
-        for name in sorted(value):
-            yield name
-            yield from _numbers(value[name])
-    elif isinstance(value, list):
-        for each in value:
-            yield from _numbers(each)
-    else:
-        yield value
+def _same(stated: Any, fresh: Any) -> bool:
+    """Whether plain data are equal, numbers up to rounding between machines."""
+    if isinstance(fresh, dict):
+        return (
+            isinstance(stated, dict)
+            and stated.keys() == fresh.keys()
+            and all(_same(stated[k], fresh[k]) for k in fresh)
+        )
+    if isinstance(fresh, list):
+        return isinstance(stated, list) and len(stated) == len(fresh) and all(map(_same, stated, fresh))
+    if isinstance(fresh, float) and isinstance(stated, float):
+        return math.isclose(stated, fresh, rel_tol=_TOLERANCE)
+    return type(stated) is type(fresh) and stated == fresh

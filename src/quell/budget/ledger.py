@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quell.budget import lines
-from quell.budget.entry import Entry, checks_of, digest_of, entry_of, plan_of, read_entry
+from quell.budget.claims import plan_of, run_claim
+from quell.budget.entry import Entry, checks_of, digest_of, entry_of, read_entry
 from quell.errors import QuellError, at_least, require_privacy, short
 from quell.planning.file import Check
 from quell.planning.mechanism import Mechanism
@@ -124,7 +125,7 @@ class Budget:
         Returns:
             Whether it was charged now, and not before.
         """
-        return self.add(entry_of(plan.prices, mechanism or plan.mechanism, run))
+        return self.add(entry_of(run_claim(plan.prices, mechanism or plan.mechanism), run))
 
     def add(self, entry: Entry) -> bool:
         """Charge an entry, as `charge` does."""

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from quell import __version__
-from quell.cli import bench, budget, compare, mechanisms, plan, price, serve, terminal, train, verify
+from quell.cli import bench, budget, compare, mechanisms, plan, price, serve, terminal, train, tune, verify
 from quell.errors import QuellError
 
 HELP = """
@@ -53,6 +53,7 @@ for command in (
     compare.compare,
     verify.verify,
     train.train,
+    tune.tune,
     mechanisms.mechanisms,
 ):
     app.command()(command)

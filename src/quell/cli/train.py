@@ -20,7 +20,9 @@ def train(
     delta: options.Delta,
     batch_size: Annotated[int, options.the_run("Examples per step.")] = 32,
     model: Annotated[str, training("linear, mlp or cnn; auto chooses by the shape of x.")] = "auto",
-    lr: Annotated[float | None, training("Learning rate. Default: each row's best of a small grid.")] = None,
+    lr: Annotated[
+        float | None, training("Learning rate. Default: each run's best of a few trials, which the promise covers.")
+    ] = None,
     momentum: options.Momentum = 0.9,
     clip: Annotated[float, training("Norm to which every example's gradient is clipped.")] = 1.0,
     sampling: options.Sampling = "best",
@@ -50,9 +52,7 @@ def train(
             file,
             files := command.Files(save_weights, save_plan, save_report, plot, html),
             advance,
-            lambda row: terminal.errors.print(
-                f"{row.arm.name}: {row.mean:.1%} at lr {row.learning_rate:g}", highlight=False
-            ),
+            lambda row: terminal.errors.print(f"{row.arm.name}: {row.mean:.1%} at lr {row.rates}", highlight=False),
             model=model,
             learning_rate=lr,
             max_grad_norm=clip,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -27,7 +27,7 @@ from quell._types import Array
 from quell.privacy.coins import Coin
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from quell.privacy.losses import Losses, Part, compose_both
-from quell.privacy.profile import GaussianProfile, Profile, both_ways, curve
+from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile, Profile, both_ways, curve, spread
 
 _SLACK = 1e-3  # of a run's promised δ: what its dominating Gaussian may leave out
 _LARGEST = 1e3  # μ that is looked for
@@ -108,6 +108,23 @@ class Together:
         if self._gaussian:
             parts.append((1, Coin(1.0 / self._gaussian, 1.0)))
         return compose_both(parts)
+
+
+def repeated(profile: Profile, times: int, delta: float) -> Profile:
+    """The profile of as many runs of one kind, for plans fixed in advance.
+
+    Where it consists of points, these end where δ is a thousandth of `delta`.
+    """
+    if times == 1:
+        return profile
+    if isinstance(profile, GaussianProfile):
+        return GaussianProfile(profile.mu * math.sqrt(times) * (1 + _SAFETY), times * profile.failure)
+    if isinstance(profile, CoinProfile):
+        rounds = tuple((times * count, sigma) for count, sigma in profile.rounds)
+        return CoinProfile(rounds, profile.rate, times * profile.failure)
+    sure = Together((Charge(replace(profile, failure=0.0), math.inf, 1.0),) * times)
+    at = spread(sure.epsilon(1e-3 * delta))
+    return PointProfile(tuple((epsilon, sure.delta(epsilon)) for epsilon in at), times * profile.failure)
 
 
 @lru_cache(maxsize=256)

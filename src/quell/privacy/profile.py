@@ -153,6 +153,11 @@ def both_ways(profile: Profile) -> tuple[Losses, Losses]:
     return compose_both(profile.parts)
 
 
+def spread(top: float, points: int = 96) -> list[float]:
+    """Values of ε for the points of a profile: evenly from 0 to `top`, and a few beyond for its tail."""
+    return [top * i / points for i in range(points + 1)] + [top * more for more in (1.25, 1.5, 2.0)]
+
+
 def plain(profile: Profile) -> dict[str, Any]:
     """A profile as plain data."""
     return {"kind": _KINDS[type(profile)], **{name: _listed(value) for name, value in vars(profile).items()}}

@@ -14,6 +14,7 @@ from quell.show import words
 
 if TYPE_CHECKING:
     from quell.budget import Allowance, Entry, Spent
+    from quell.tuning import TuningPlan, Way
 
 _FIXED = "plans fixed in advance"
 _FREE = "plans chosen with earlier results in view"
@@ -66,3 +67,61 @@ _LOSSES = {"gaussian": "Gaussian", "coins": "distribution", "points": "certified
 
 def _epsilon(value: float) -> str:
     return f"ε = {at_least(value, 4)}" if math.isfinite(value) else "no ε is known"
+
+
+# Searches
+
+_RELEASED = {"all": "all trials"}
+
+
+def ways_table(ways: Sequence[Way], law: str) -> Table:
+    """The ways of making several trials under one promise; marks the one that was chosen."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("number of trials", "may be released"):
+        table.add_column(title, no_wrap=True)
+    for title in ("trials", "ε of one", "noise", "missed"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for way in ways:
+        cells = (f"{way.trials:g}", f"{way.trial_epsilon:.3g}", f"{way.noise:.2f}×", f"{way.missed:.0%}")
+        name = f"{'➤' if way.law == law else ' '} {'fixed' if way.law == 'all' else way.law}"
+        style = "bold green" if way.law == law else None
+        table.add_row(name, _RELEASED.get(way.law, "the best trial"), *cells, style=style)
+    return table
+
+
+WAYS = (
+    "ε of one: of each trial, with fixed batches. noise: over that of one run with the whole promise. missed: how "
+    "likely it is that a given setting is never tried."
+)
+
+
+def search_covered(search: TuningPlan) -> str:
+    """What the promise of a released trial covers, for its report."""
+    if search.law == "all":
+        return f"the promise covers {words.counted(int(search.mean), 'run')}, all of which may be released"
+    return (
+        f"this run is the best of a random number of runs ({search.law}, {search.mean:g} on average), and the "
+        "promise covers all of them as long as the others, their scores and their number stay secret"
+    )
+
+
+def search_lines(search: TuningPlan) -> list[str]:
+    """What each trial does, what the whole search promises, and on which conditions."""
+    trials = [
+        f"Each trial{'' if len(search.plans) == 1 else f' with batches of {plan.run.batch_size:,}'}: "
+        f"{words.label(plan.mechanism)} with {plan.mechanism.sampling} sampling and noise multiplier "
+        f"{at_least(plan.mechanism.noise_multiplier, 4)}."
+        for plan in search.plans
+    ]
+    secret = (
+        "Everything may be released, and settings may depend on earlier scores."
+        if search.law == "all"
+        else "Release only the best trial: how many there were, their scores and other models must stay secret, and "
+        "settings are drawn at random."
+    )
+    return [
+        *trials,
+        f"The whole search: {words.level(search.epsilon, search.promise.delta)} per {search.promise.unit}, all trials "
+        f"included. {secret}",
+        "Scores must come from data that the promise does not cover, such as held-out examples.",
+    ]

@@ -82,5 +82,7 @@ def report_markdown(report: PrivacyReport) -> str:
         "key": report.key,
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),
     }
+    if report.search is not None:
+        rows = {"search": report.search, **rows}
     lines = [f"| {name} | {value} |" for name, value in rows.items()]
     return "\n".join(["# Privacy report", "", "| | |", "|---|---|", *lines, ""])

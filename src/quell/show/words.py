@@ -327,8 +327,9 @@ def training_notes(seeded: bool, several: bool, validation: int, test: int) -> l
         found.append("The promise is that of one planned run; each further run that you publish spends as much again.")
     if validation:
         found.append(
-            f"Learning rates were chosen on {validation:,} examples held out from training, from the same grid for "
-            "all rows; that choice is outside the promise (--lr avoids it)."
+            f"Learning rates were chosen on {validation:,} examples held out from training, which the promise does not "
+            "protect, from the same grid for all rows. Each private run is the best of a random number of trials. The "
+            "promise covers all of them, as long as their number, their scores and the other models stay secret."
         )
     if test:
         found.append(f"Accuracy is measured on {test:,} examples held out from the file.")

@@ -48,6 +48,7 @@ class PrivacyReport:
     meaning: Meaning
     key: str
     versions: dict[str, str]
+    search: str | None = None  # what the promise covers beside this run; set by `quell.tuning.TuningPlan.covering`
 
     def json(self) -> str:
         """The report as a JSON object with one key per attribute."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from quell.budget import Budget, Entry
+from quell.budget.claims import run_claim
 from quell.budget.entry import entry_of
 from quell.errors import QuellError
 from quell.noise import Key, Ledger
@@ -114,7 +115,7 @@ def _charging(plan: Plan, mechanism: Mechanism, key: Key, path: str | Path) -> C
     def together(act: Callable[[Budget, Entry], object]) -> None:
         def note(_: bytes) -> None:
             if not entries:
-                entries.append(entry_of(plan.prices, mechanism, key.id))
+                entries.append(entry_of(run_claim(plan.prices, mechanism), key.id))
             act(Budget(path), entries[0])
 
         agree(b"", note)
