@@ -33,7 +33,7 @@ from attacks.outcome import Outcome, Trial, spread, summed
 from quell.errors import QuellError
 from quell.planning import Plan, Prices
 from quell.run import Run
-from quell.torch import make_private
+from quell.torch import load_checkpoint, make_private, save_checkpoint
 from quell.torch.private import CLIPPING
 
 MECHANISMS: dict[str, dict[str, Any]] = {
@@ -194,9 +194,8 @@ def _train(script: Script, folder: Path, report: int) -> None:
     model, optimizer, loader = make_private(
         model, optimizer, data, plan, key=folder / "key", clipping=script.clipping, physical_batch_size=script.parts
     )
-    if not resume(folder, model, optimizer, loader):
-        save(folder, model, optimizer, loader)
-    step = optimizer.run.step
+    checkpoint = folder / "checkpoint.pt"
+    step = load_checkpoint(checkpoint, model, optimizer, loader)
     while step < plan.steps:  # an epoch each
         for x, y in loader:
             optimizer.zero_grad()
@@ -206,28 +205,10 @@ def _train(script: Script, folder: Path, report: int) -> None:
             if optimizer.run.step > before:
                 step += 1
                 if step % script.every == 0:
-                    save(folder, model, optimizer, loader)
+                    save_checkpoint(checkpoint, model, optimizer, loader)
                 os.write(report, b".")
     optimizer.close()
     os.close(log)
-
-
-def save(folder: Path, model: Any, optimizer: Any, loader: Any) -> None:
-    """A checkpoint, as docs/pytorch.md writes it."""
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-    torch.save(states, folder / "new.pt")
-    os.replace(folder / "new.pt", folder / "checkpoint.pt")
-
-
-def resume(folder: Path, model: Any, optimizer: Any, loader: Any) -> bool:
-    """Go on from the checkpoint, as docs/pytorch.md says; False where there is none."""
-    if not (folder / "checkpoint.pt").exists():
-        return False
-    states = torch.load(folder / "checkpoint.pt", weights_only=True)
-    model.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"], replay=True)
-    loader.load_state_dict(states["loader"])
-    return True
 
 
 def _releases(log: Path) -> dict[int, list[str]]:

@@ -4,9 +4,10 @@
 
 The private loop is what `make_private` returns: its loader, its clipping and λCGD noise from ChaCha20. The other loop
 has the same model, optimizer (SGD with momentum), batch size and data, which lie on the device; on a GPU both run under
-bfloat16 autocast. Opacus's hooks and ghost clipping take part in float32 for the small models, where Opacus is
-installed. A step is everything from asking for a batch to the new weights. Contenders take turns in a shuffled
-order, round after round, so that a busy machine slows them alike; medians are compared.
+bfloat16 autocast. Opacus's hooks and ghost clipping take part under the same autocast where Opacus is installed, with
+the models that they can do and that leave room for gradients per example. A step is everything from asking for a batch
+to the new weights. Contenders take turns in a shuffled order, round after round, so that a busy machine slows them
+alike; medians are compared.
 
 On a GPU both loops also run with CUDA graphs: the private one by `make_private(..., cuda_graphs=True)`, the other by
 `torch.cuda.make_graphed_callables`. A turn there is five steps in a row, as in training, and takes what the clock says.
@@ -56,8 +57,14 @@ WARM_UP = 7  # make_private looks more closely at the first three batches, and r
 IN_A_ROW = {"cuda": 5, "cpu": 1}  # steps of a turn
 PLAIN, PLAIN_GRAPHS = "not private", "not private, CUDA graphs"
 QUELL, QUELL_GRAPHS = "Quell", "Quell, CUDA graphs"
-OPACUS = ("Opacus hooks", "Opacus ghost")
-PEERED = ("convnet", "cnn", "transformer")  # the models that Opacus takes part with
+HOOKS, GHOST = "Opacus hooks", "Opacus ghost"
+OPACUS = {  # who takes part with which models
+    "convnet": (HOOKS, GHOST),
+    "cnn": (HOOKS, GHOST),
+    "transformer": (HOOKS, GHOST),
+    "vit": (HOOKS,),
+    "decoder135": (HOOKS,),
+}
 DEFAULTS = {"cuda": "decoder135,vit,decoder1b,lora1b,convnet,cnn", "cpu": "convnet,cnn,transformer"}
 GOALS = {  # on a GPU: step and memory
     "decoder135": (1.45, 1.1),
@@ -101,8 +108,8 @@ def contender(task: Task, name: str) -> Step:
             with torch.autocast(task.device, torch.bfloat16, cache_enabled=False):
                 model = torch.cuda.make_graphed_callables(model, (task.data(task.batch).tensors[0],))
         return loop(task, model, optimizer, shuffled(task), bf16(task))
-    if name in OPACUS:
-        return opacus_loop(task, model, ghost=name == "Opacus ghost")
+    if name in (HOOKS, GHOST):
+        return opacus_loop(task, model, ghost=name == GHOST)
     data = task.data(task.batch * STEPS_PER_EPOCH)
     model, optimizer, loader = quell.torch.make_private(
         model, sgd(model), data, plan_of(task.batch), cuda_graphs=name == QUELL_GRAPHS
@@ -116,22 +123,21 @@ def bf16(task: Task) -> bool:
 
 def opacus_loop(task: Task, model: nn.Module, ghost: bool) -> Step:
     common: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": task.batch}
-    criterion: Any = nn.CrossEntropyLoss()
+    criterion: Any = None
     if ghost:
         wrapped: Any = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
         optimizer: Any = DPOptimizerFastGradientClipping(sgd(wrapped), **common)
-        criterion = DPLossFastGradientClipping(wrapped, optimizer, criterion, loss_reduction="mean")
+        criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss(), loss_reduction="mean")
     else:
         wrapped = GradSampleModule(model)
         optimizer = DPOptimizer(sgd(wrapped), **common)
-    return loop(task, wrapped, optimizer, shuffled(task), False, criterion)
+    return loop(task, wrapped, optimizer, shuffled(task), bf16(task), criterion)
 
 
 def names_of(task: Task) -> list[str]:
     """The contenders; the first is what the others are compared with."""
-    if task.device == "cuda":
-        return [PLAIN, PLAIN_GRAPHS, QUELL, QUELL_GRAPHS]
-    return [PLAIN, QUELL, *(OPACUS if GradSampleModule is not None and task.name in PEERED else ())]
+    peers = OPACUS.get(task.name, ()) if GradSampleModule is not None else ()
+    return [PLAIN, *([PLAIN_GRAPHS, QUELL, QUELL_GRAPHS] if task.device == "cuda" else [QUELL]), *peers]
 
 
 @cache
@@ -279,7 +285,7 @@ def heading(options: argparse.Namespace) -> list[str]:
         f"`benchmarks/torch_step.py` on {where}; torch {torch.__version__}; {how}; λCGD noise from ChaCha20; "
         f"medians of {options.rounds} rounds in which the contenders took turns of {IN_A_ROW[options.device]}. "
         f"LoRA of rank 16 on all linear layers, by {LORA}. "
-        + ("Opacus is not installed here. " if GradSampleModule is None else "Opacus runs in float32. "),
+        + ("Opacus is not installed here." if GradSampleModule is None else ""),
         "",
         "| model, batch | | step, ms | × not private | goal | peak memory, GiB | × not private | goal "
         "| in the first steps |",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import settings
 
 from quell.planning import Prices
 from quell.run import Run
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # before JAX looks for devices
 
 settings.register_profile("quell", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("quell")

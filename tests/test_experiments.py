@@ -18,11 +18,11 @@ import results_page  # noqa: E402
 import training  # noqa: E402
 
 from quell import privacy, strategy, workload  # noqa: E402
+from quell.adapters.scheme import scheme_of  # noqa: E402
 from quell.analysis.error import error  # noqa: E402
 from quell.noise import NoiseSpec  # noqa: E402
 from quell.schemes import BallsInBins, Cyclic  # noqa: E402
 from quell.torch import CorrelatedNoise  # noqa: E402
-from quell.torch.run import scheme_of  # noqa: E402
 
 TASKS = {"cifar10": plans.CIFAR10, "predictors": plans.CIFAR10, "lambda_sweep": plans.CIFAR10, "imdb": plans.IMDB}
 

@@ -2,8 +2,8 @@
 
     python -m tools.api
 
-Public is what `__all__` of `quell`, `quell.torch` and `quell.research` names. A test fails where the page is not up to
-date, and where a public name or method has no docstring.
+Public is what `__all__` of `quell`, `quell.budget`, `quell.tuning`, `quell.torch`, `quell.jax` and `quell.research`
+names. A test fails where the page is not up to date, and where a public name or method has no docstring.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("quell", "quell.torch", "quell.research")
+ROOMS = ("quell", "quell.budget", "quell.tuning", "quell.torch", "quell.jax", "quell.research")
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
 
@@ -83,6 +83,7 @@ class _Raw:
     """An annotation that prints as it is written in the source."""
 
     def __init__(self, annotation: Any) -> None:
+        annotation = getattr(annotation, "__forward_arg__", annotation)  # named tuples wrap what is written
         self.text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
     def __repr__(self) -> str:

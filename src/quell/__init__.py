@@ -53,6 +53,7 @@ _ROOMS = (
     "analysis",
     "budget",
     "costs",
+    "jax",
     "noise",
     "participation",
     "planning",

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.signal import lfilter
 
-from quell.algebra import blt_optimise
+from quell.algebra import blt_loss, blt_optimise
 from quell.algebra.blt import (
     BLT,
     coefficients,
@@ -21,9 +21,9 @@ from quell.algebra.blt import (
     mean_squared_error,
     noising_coefficients,
     squared_sensitivity,
-    summation_rule,
 )
 from quell.algebra.blt_optimise import choose_buffers, optimise_blt
+from quell.algebra.exponential_sums import summation_rule
 from quell.errors import QuellError
 
 POLES = [(1.0,), (0.99,), (1.0, 0.9), (0.999, 0.5), (0.9, 0.0), (0.7, 0.7), (0.0,), (1.0, 1.0)]
@@ -243,32 +243,30 @@ def test_bad_poles_are_refused():
 @pytest.mark.parametrize(("n", "k", "b"), [(1000, 1, None), (1000, 10, 90), (700, 2, 300), (40, 40, 1)])
 @pytest.mark.parametrize("objective", ["rmse", "maxse"])
 def test_gradient_equals_finite_differences(poles, n, k, b, objective):
-    problem = blt_optimise._problem(n, poles, k, b, objective)
+    problem = blt_loss.problem_of(n, poles, k, b, objective)
     random = np.random.default_rng(n + k)
     for last in [-3.0, 0.0, 2.5]:  # the last inverse decay is positive, then negative
         theta = np.append(random.normal(0.3, 0.4, 2 * random.integers(1, 5) - 1), last)
-        loss, gradient = blt_optimise._loss(problem, theta)
+        loss, gradient = blt_loss.log_loss(problem, theta)
         steps = 1e-5 * np.eye(theta.size)
-        numeric = [
-            (blt_optimise._loss(problem, theta + s)[0] - blt_optimise._loss(problem, theta - s)[0]) for s in steps
-        ]
+        numeric = [(blt_loss.log_loss(problem, theta + s)[0] - blt_loss.log_loss(problem, theta - s)[0]) for s in steps]
         np.testing.assert_allclose(gradient, np.array(numeric) / 2e-5, atol=2e-9, rtol=1e-7)
 
-        gaps = blt_optimise._gaps(theta)
+        gaps = blt_loss.gaps_of(theta)
         blt = from_gaps(gaps[0::2], gaps[1::2])
         assert is_monotone(blt)
         error = mean_squared_error(blt, n, poles) if objective == "rmse" else max_squared_error(blt, n, poles)
         assert loss == pytest.approx(0.5 * math.log(squared_sensitivity(blt, n, k, b) * error), abs=1e-11)
-        np.testing.assert_allclose(blt_optimise._gaps(blt_optimise._theta(gaps)), gaps, rtol=1e-9)
+        np.testing.assert_allclose(blt_loss.gaps_of(blt_loss.coordinates_of(gaps)), gaps, rtol=1e-9)
 
 
 def test_gradient_survives_buffers_that_coincide():
-    problem = blt_optimise._problem(1000, (1.0, 0.9), 10, 100, "rmse")
+    problem = blt_loss.problem_of(1000, (1.0, 0.9), 10, 100, "rmse")
     theta = np.array([0.4, -40.0, 0.1, -300.0, 0.2, 0.3])
-    _, gradient = blt_optimise._loss(problem, theta)
+    _, gradient = blt_loss.log_loss(problem, theta)
     for i in [0, 2, 4, 5]:
         step = 1e-5 * np.eye(6)[i]
-        change = blt_optimise._loss(problem, theta + step)[0] - blt_optimise._loss(problem, theta - step)[0]
+        change = blt_loss.log_loss(problem, theta + step)[0] - blt_loss.log_loss(problem, theta - step)[0]
         assert gradient[i] == pytest.approx(change / 2e-5, abs=2e-9)
 
 
@@ -321,7 +319,7 @@ def test_table_4_of_the_lambda_cgd_paper():
     ],
 )
 def test_more_buffers_never_hurt_and_the_loss_is_what_it_says(n, k, b, poles, objective):
-    problem = blt_optimise._problem(n, poles, k, b, objective)
+    problem = blt_loss.problem_of(n, poles, k, b, objective)
     losses = []
     for attempt in blt_optimise._ladder(problem, 3, None):
         blt = attempt.blt

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quell import strategy, workload
-from quell.privacy import importance
+from quell.privacy import importance, side_by_side
 from quell.privacy.bin_pair import BinPair, _pick
 from quell.privacy.bins import Bins, bins_of
 from quell.privacy.chain import ChainPair
@@ -201,7 +201,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     pair, _ = bin_pair()
     certificates = []
     for cpus in (1, 3):
-        monkeypatch.setattr(importance.os, "cpu_count", lambda cpus=cpus: cpus)
+        monkeypatch.setattr(side_by_side.os, "cpu_count", lambda cpus=cpus: cpus)
         monkeypatch.setattr(importance, "_CHUNK", dict.fromkeys(importance._CHUNK, 1 << 14))
         scouted = importance.scout(pair, 0.7, 1e-5, 1000)
         certificates.append(importance.certify(pair, 0.7, 1e-5, scouted))

@@ -15,7 +15,6 @@ from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch import make_private
 
-from . import crash
 from .conftest import small_plan
 from .forks import run_script
 from .training import examples, network, train
@@ -164,9 +163,9 @@ def test_half_a_batch_is_not_saved(plan):
         optimizer.state_dict()
 
 
-def killed_and_resumed(folder, mechanism, clipping, kills):
+def killed_and_resumed(folder, mechanism, clipping, kills, ranks=1):
     """A run that was killed after so many steps, each time, ends with the weights of one that was not."""
-    run_script(CRASH, folder, mechanism, clipping, *kills, timeout=240)
+    run_script(CRASH, folder, mechanism, clipping, ranks, *kills, timeout=240)
     hashes: dict[str, set[str]] = {}
     lines = (folder / "gradients.log").read_text().splitlines()
     for line in lines:
@@ -174,10 +173,8 @@ def killed_and_resumed(folder, mechanism, clipping, kills):
         hashes.setdefault(step, set()).add(content)
     assert len(hashes) == 20
     assert all(len(found) == 1 for found in hashes.values()), "a row of noise was added to two different gradients"
-    plan, model, optimizer, loader = crash.build(Key(Key.load(folder / "key").reveal()), mechanism, clipping)
-    crash.train(plan, model, optimizer, loader)
-    final = torch.load(folder / "final.pt", weights_only=True)
-    assert all(torch.equal(final[name], value) for name, value in model.state_dict().items())
+    final, straight = (torch.load(home / "final.pt", weights_only=True) for home in (folder, folder / "straight"))
+    assert all(torch.equal(final[name], value) for name, value in straight.items())
 
 
 def test_kill_minus_nine_three_times(tmp_path):
@@ -185,10 +182,15 @@ def test_kill_minus_nine_three_times(tmp_path):
     killed_and_resumed(tmp_path, "bsr", "microbatch", kills=[2, 6, 4])
 
 
+def test_kill_minus_nine_of_two_processes(tmp_path):
+    killed_and_resumed(tmp_path, "bsr", "layers", kills=[2, 5], ranks=2)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("number", range(20))
-def test_kill_minus_nine_at_a_random_step(number, tmp_path):
+def test_kill_minus_nine_at_a_random_step(number, ranks, tmp_path):
     dice = random.Random(number)
     mechanism = dice.choice(["blt", "bisr", "bsr", "identity"])
     clipping = dice.choice(["layers", "microbatch"])
-    killed_and_resumed(tmp_path, mechanism, clipping, kills=[dice.randint(1, 17), dice.randint(1, 5)])
+    killed_and_resumed(tmp_path, mechanism, clipping, [dice.randint(1, 17), dice.randint(1, 5)], ranks)

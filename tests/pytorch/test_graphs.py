@@ -31,7 +31,6 @@ class ByHand(graphs.Recording):
     def __init__(self, engine, forward, leaves, structure):
         self.engine, self._usual, self._replays, self.forward = engine, forward, 0, forward
         self._inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
-        self._anchor = next(iter(engine.params.values()))
         self.args, self.kwargs = torch.utils._pytree.tree_unflatten(self._inputs, structure)
         self.units = len(self._tensors[0]) // engine.rows_per_unit
         self.sums = {name: torch.zeros_like(p) for name, p in engine.params.items()}
@@ -382,7 +381,7 @@ def test_parts_under_opacus_batch_memory_manager_add_up(replays):
                     nn.functional.cross_entropy(model(x), y).backward()
                     optimizer.step()
 
-    same(both(without_noise(small_plan()), loop))
+    same(both(without_noise(small_plan()), loop, fixed_shape=False))  # which parts of a batch cannot have
     assert len(replays) >= 4
 
 

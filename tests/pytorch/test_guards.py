@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from quell.adapters.report import leading_block
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.privacy import epsilon
 from quell.schemes import BallsInBins, Cyclic
 from quell.torch import CorrelatedNoise, PlanMismatchWarning, clipped_sum, make_private
-from quell.torch.report import leading_block
 
 from .conftest import small_plan
 from .test_unfinished_steps import criterion, gradients, one_step, private, released

@@ -294,8 +294,8 @@ def test_a_mechanism_priced_for_fewer_participations(plan):
         private(plan, mechanism=once.mechanism)
     longer = replace(once, run=once.run.changed(batch_size=16, epochs=2))  # its rows were certified for one use
     assert longer.steps == once.steps
+    model = network()
     with pytest.raises(QuellError, match=r"is not certified to be \(8, 1e-05\)-DP"):
-        model = network()
         make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), examples(80), longer)
     own = plan.price("lambda_cgd", **{"lambda": 0.5})
     assert private(plan, mechanism=own)[1].noise_multiplier == own.noise_multiplier

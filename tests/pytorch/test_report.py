@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import quell
+from quell.adapters.report import leading_block
 from quell.participation import Participation
 from quell.privacy import gaussian_epsilon
 from quell.torch import make_private
-from quell.torch.report import leading_block
 from tests.enumeration import by_enumeration
 
 from .conftest import MECHANISMS, small_plan, unpriced_poisson_plan

@@ -55,9 +55,11 @@ class Entry:
         return "search" if "plans" in self.plan else str(self.plan["mechanism"]["family"])
 
     def same_run(self, other: Entry) -> bool:
+        """Whether this is the same run with the same plan, perhaps resumed."""
         return (self.run, self.digest) == (other.run, other.digest)
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain data: a line of the file, without its checksum."""
         return asdict(self)
 
 

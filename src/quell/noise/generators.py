@@ -11,7 +11,7 @@ recover its 64-bit key.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from quell.noise.layout import DRAW, LANES, REFINE, WORDS, chacha_rounds, requir
 from quell.noise.normal import Floats, Words
 
 CHACHA_CONSTANTS: Final = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
+QUARTER_ROUND: Final = ((0, 1, 3, 16), (2, 3, 1, 12), (0, 1, 3, 8), (2, 3, 1, 7))  # what `mix` does to a, b, c, d
 PHILOX_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 
@@ -83,11 +84,16 @@ def chacha_block(rounds: int, key: Words, counter: tuple[Words, Words, Words, Wo
     return np.stack([end + begin for end, begin in zip(x, start, strict=True)])
 
 
-def _quarter_round(x: list[Words], a: int, b: int, c: int, d: int) -> None:
-    for first, second, third, turn in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
-        x[first] = x[first] + x[second]
-        mixed = x[third] ^ x[first]
-        x[third] = (mixed << np.uint32(turn)) | (mixed >> np.uint32(32 - turn))
+def _quarter_round(x: list[Words], *places: int) -> None:
+    for first, second, third, turn in QUARTER_ROUND:
+        mix(x, places[first], places[second], places[third], turn)
+
+
+def mix(x: list[Any], first: int, second: int, third: int, turn: int) -> None:
+    """A quarter of a quarter round, on entries of x: words, or arrays of them, NumPy's or JAX's."""
+    x[first] = x[first] + x[second]
+    mixed = x[third] ^ x[first]
+    x[third] = (mixed << np.uint32(turn)) | (mixed >> np.uint32(32 - turn))
 
 
 def philox4x32(key: Words, counter: tuple[Words, Words, Words, Words]) -> Words:

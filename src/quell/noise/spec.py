@@ -113,6 +113,10 @@ class NoiseSpec:
                 digest.update(table.tobytes())
         return digest.hexdigest()
 
+    def made_by(self, generator: str) -> str:
+        """Names the noise and what makes it: with the key, all that a state or a ledger belongs to."""
+        return f"{self.fingerprint} {generator}"
+
 
 @dataclass(frozen=True, eq=False)
 class Recipe:

@@ -110,7 +110,7 @@ class NoiseStream:
         self._threads = None if threads is None else require_count("threads", threads)
         self._key = key
         if ledger is None and key.loaded and not key.seeded:
-            warnings.warn(_UNRECORDED, UnrecordedKeyWarning, stacklevel=2)
+            warnings.warn(UNRECORDED, UnrecordedKeyWarning, stacklevel=2)
         opened = Ledger(ledger) if isinstance(ledger, (str, Path)) else ledger
         self._agree = agree or _alone
         try:
@@ -134,7 +134,7 @@ class NoiseStream:
     @property
     def _run(self) -> str:
         """What a ledger belongs to, beside the key."""
-        return f"{self.spec.fingerprint} {self.generator}"
+        return self.spec.made_by(self.generator)
 
     @property
     def _unwitnessed(self) -> bool:
@@ -316,7 +316,7 @@ class NoiseStream:
     __reduce_ex__ = never_copied("a noise stream holds a key and is never pickled or copied: save stream.state_dict()")
 
 
-_UNRECORDED = (
+UNRECORDED = (
     "this key was loaded from a file, and no ledger says which steps it has released: a run that starts again with it "
     "would use the same noise twice; pass ledger=, the same file every time"
 )

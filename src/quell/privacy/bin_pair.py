@@ -54,11 +54,19 @@ class BinPair:
 
     def log_most(self, tilt: Tilt) -> float:
         """Σ_{i<extra} ln max_j mean_l exp((θ+i)·G_jl/σ²)."""
-        for i in range(tilt.extra):
-            if (tilt.theta, i + 1) not in self._known:
-                step = self.bins.largest_row_mean((tilt.theta + i) / self.sigma**2)
-                self._known[tilt.theta, i + 1] = self._known.get((tilt.theta, i), 0.0) + step
-        return self._known.get((tilt.theta, tilt.extra), 0.0)
+        known = self._known.setdefault(tilt.theta, [0.0])
+        top = float(self.bins.table.max()) / self.sigma**2
+        while len(known) <= tilt.extra:
+            i = len(known) - 1
+            # exp((θ+i)·(G/σ² − top)), from one power to the next by a product, because exp takes far longer.
+            powers = self._powers.get(tilt.theta)
+            if powers is None:
+                powers = np.exp(tilt.theta * (self.bins.table / self.sigma**2 - top))
+            else:
+                powers *= self._falls
+            self._powers[tilt.theta] = powers
+            known.append(known[-1] + (tilt.theta + i) * top + math.log(float(np.max(powers.mean(axis=-1)))))
+        return known[tilt.extra]
 
     @cached_property
     def _lifts(self) -> Bins:
@@ -66,7 +74,16 @@ class BinPair:
         return Bins(np.exp(self.bins.table / self.sigma**2))
 
     @cached_property
-    def _known(self) -> dict[tuple[float, int], float]:
+    def _falls(self) -> Array:
+        """exp((G − max G)/σ²)."""
+        return np.asarray(np.exp((self.bins.table - self.bins.table.max()) / self.sigma**2))
+
+    @cached_property
+    def _powers(self) -> dict[float, Array]:
+        return {}
+
+    @cached_property
+    def _known(self) -> dict[float, list[float]]:
         return {}
 
     def draw(

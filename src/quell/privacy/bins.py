@@ -91,12 +91,6 @@ class Bins:
             size[-1] *= math.sqrt(2)
         return np.asarray(fft.irfft(waves * size, self.count))
 
-    def largest_row_mean(self, factor: float) -> float:
-        """ln max_j mean_l exp(factor·G_jl)."""
-        top = factor * float(self.table.max())
-        rows = np.exp(factor * self.table - top).mean(axis=-1)
-        return top + math.log(float(np.max(rows)))
-
     @cached_property
     def _factor(self) -> Array:
         return np.asfortranarray(np.linalg.cholesky(self.table))

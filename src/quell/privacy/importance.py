@@ -10,19 +10,16 @@ machines by rounding only.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
 from quell._types import Array
 from quell.privacy.confidence import best_bet, draws_needed, expected_excess, lower_mean, upper_mean
 from quell.privacy.guarantee import Certificate
+from quell.privacy.side_by_side import side_by_side
 from quell.privacy.tilting import (
     Direction,
     Draws,
@@ -211,7 +208,7 @@ def _constants(
         variance = float(mixture.spreads[k]) * mean**2
         wanted = draws_needed(_CONSTANT_SLACK * mean, variance, 1.0, share)
         count = max(_FEWEST, round(min(wanted, counts[k] / (2 * mean))))  # no more than half of what acceptance takes
-        pieces = _side_by_side(
+        pieces = side_by_side(
             (pair.log_weights, tilt, size, _generator(_CONSTANT, direction, k, chunk))
             for _, chunk, size in _chunks(pair, [count], _CONSTANT)
         )
@@ -219,15 +216,6 @@ def _constants(
         log_lower[k] = math.log(max(lower_mean(values, share, bet), 1e-300)) + log_most
         log_upper[k] = math.log(min(upper_mean(values, 1.0, share, bet), 1.0)) + log_most
     return log_lower, log_upper
-
-
-def _side_by_side(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Results of function calls, given as (function, *arguments), in their order.
-
-    Calls run on all cores, so each multiplies its matrices on one thread, and sums never depend on how many there are.
-    """
-    with threadpool_limits(limits=1), ThreadPoolExecutor(os.cpu_count() or 1) as workers:
-        return [job.result() for job in [workers.submit(*job) for job in jobs]]
 
 
 def _draw(
@@ -244,7 +232,7 @@ def _draw(
     """
     keys, exact = keys_of(proposals), log_constants is not None
     stream = _CERTIFICATE if exact else _PILOT
-    pieces: list[Draws] = _side_by_side(
+    pieces: list[Draws] = side_by_side(
         (pair.draw, proposals[k], keys, size, _generator(stream, direction, k, chunk), exact)
         for k, chunk, size in _chunks(pair, counts, stream)
     )

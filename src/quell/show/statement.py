@@ -9,9 +9,9 @@ from quell.schemes import SCHEMES
 from quell.show import words
 
 if TYPE_CHECKING:
+    from quell.adapters.report import PrivacyReport
     from quell.planning import Plan
     from quell.privacy import Meaning
-    from quell.torch.report import PrivacyReport
 
 _NEIGHBOURS = {
     "zero-out": "The comparison is with the same run in which this one {unit}'s gradients are set to zero (zero-out).",

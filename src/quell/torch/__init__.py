@@ -13,11 +13,12 @@ from quell.torch.clipping import clipped_sum
 from quell.torch.noise import CorrelatedNoise
 
 if TYPE_CHECKING:
+    from quell.adapters.report import PrivacyReport
     from quell.torch.attached import attach
+    from quell.torch.checkpoints import load_checkpoint, save_checkpoint
     from quell.torch.checks import PlanMismatchWarning
     from quell.torch.private import make_private
     from quell.torch.probe import UncheckedLossWarning
-    from quell.torch.report import PrivacyReport
 
 __all__ = [
     "CorrelatedNoise",
@@ -26,20 +27,24 @@ __all__ = [
     "UncheckedLossWarning",
     "attach",
     "clipped_sum",
+    "load_checkpoint",
     "make_private",
+    "save_checkpoint",
 ]
 
 # Loaded on first use: they need the accountants, the parts above do not.
 _HOMES = {
-    "PlanMismatchWarning": "checks",
-    "PrivacyReport": "report",
-    "UncheckedLossWarning": "probe",
-    "attach": "attached",
-    "make_private": "private",
+    "PlanMismatchWarning": "quell.torch.checks",
+    "PrivacyReport": "quell.adapters.report",
+    "UncheckedLossWarning": "quell.torch.probe",
+    "attach": "quell.torch.attached",
+    "load_checkpoint": "quell.torch.checkpoints",
+    "make_private": "quell.torch.private",
+    "save_checkpoint": "quell.torch.checkpoints",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'quell.torch' has no attribute {name!r}")
-    return getattr(import_module(f"quell.torch.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

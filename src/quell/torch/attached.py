@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import refuse_wrong_arguments
-from quell.torch.clipping import Clipped, norm_of, require_clip_norm
+from quell.torch.clipping import Clipped, norm_of
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
 from quell.torch.loader import PlannedLoader

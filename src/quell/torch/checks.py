@@ -138,25 +138,6 @@ def in_a_sentence(what: str, advice: str) -> Iterator[None]:
         raise QuellError(f"{what} failed with {type(error).__name__} ({reason}): {advice}") from error
 
 
-def refuse_other_data(plan: Plan, examples: int) -> None:
-    if examples != plan.run.examples:
-        raise QuellError(
-            f"the data set has {examples:,} examples, but the plan is for {plan.run.examples:,}: make a plan with "
-            f"examples={examples}"
-        )
-
-
-def refuse_user_level(plan: object) -> None:
-    """A plan per user promises nothing when batches are drawn, and gradients clipped, example by example."""
-    run = getattr(plan, "run", None)
-    if run is not None and run.user_level:
-        raise QuellError(
-            "the plan's promise is per user, but batches are drawn and gradients clipped per example here: make a plan "
-            "without separation and participations; or, where your own code clips per user and keeps users' steps as "
-            "far apart as planned, pass plan.mechanism to CorrelatedNoise"
-        )
-
-
 def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
     """Say where momentum and weight decay are not the plan's, and what to plan instead."""
     for message in optimizer_mismatches(plan, optimizer):

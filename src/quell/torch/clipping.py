@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from quell.errors import QuellError, require_count, require_finite
+from quell.adapters.choice import require_clip_norm
+from quell.errors import QuellError, require_count
 
 ExampleLoss = Callable[..., Tensor]
 Gradients = Mapping[str, Tensor]  # per-example: (micro-batch, *shape of the parameter)
@@ -89,13 +90,6 @@ def sum_clipped(
 def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
     """What to multiply each example's gradient with: min(1, max_grad_norm/norm), and 0 where the norm is not finite."""
     return (max_grad_norm / (norms + 1e-6)).clamp(max=1.0).nan_to_num(nan=0.0)
-
-
-def require_clip_norm(max_grad_norm: float) -> float:
-    bound = require_finite("max_grad_norm", max_grad_norm)
-    if bound <= 0:
-        raise QuellError(f"max_grad_norm={bound:g} must be positive: it is what per-example gradients are clipped to")
-    return bound
 
 
 def example_norms(gradients: Mapping[str, Tensor]) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from quell.errors import QuellError
 from quell.noise import Key
+
+Made = TypeVar("Made")
 
 
 def world() -> tuple[int, int]:
@@ -61,16 +63,28 @@ def copy_from_first_rank(tensors: Sequence[Tensor]) -> None:
 def agree(own: bytes, note: Callable[[bytes], None]) -> None:
     """Release together: rank 0, which keeps the ledger, notes the fingerprints of all ranks, or all refuse."""
     everyone = b"".join(gather(own))
-    problem: list[Any] = [None]
-    if world()[0] == 0:
+    decided(lambda: note(everyone))
+
+
+def decided(work: Callable[[], Made]) -> Made:
+    """What rank 0 made, on every rank; where it failed, all fail."""
+    rank, size = world()
+    message: list[Any] = [None, None]
+    failed: Exception | None = None
+    if rank == 0:
         try:
-            note(everyone)
-        except QuellError as refused:
-            problem = [str(refused)]
-    if world()[1] > 1:
-        torch.distributed.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise QuellError(problem[0])
+            message[0] = work()
+        except Exception as error:
+            failed = error
+            message[1] = str(error) if isinstance(error, QuellError) else f"rank 0 failed: {error}"
+    if size > 1:
+        torch.distributed.broadcast_object_list(message, src=0)
+    if failed is not None:
+        raise failed
+    if message[1] is not None:
+        raise QuellError(message[1])
+    made: Made = message[0]
+    return made
 
 
 def gather(value: Any) -> list[Any]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import functional
 
+from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
 from quell.schemes import FIXED
 from quell.torch.loader import PlannedLoader
 from quell.torch.private import make_private
-from quell.torch.report import PrivacyReport
 
 try:
     from transformers import Trainer, TrainingArguments

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.private import make_private
-from quell.torch.report import PrivacyReport
 
 try:
     from lightning.pytorch import Callback

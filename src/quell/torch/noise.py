@@ -7,21 +7,18 @@ gets exactly one row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from quell.adapters.choice import described, refuse_user_level, require_clip_norm, require_one_source, select
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, NoiseSpec, NoiseStream
 from quell.noise.stream import Agreement
 from quell.schemes import Batches
-from quell.torch.checks import refuse_user_level
-from quell.torch.clipping import require_clip_norm
 from quell.torch.sharding import local, shard_of
 
 if TYPE_CHECKING:
@@ -81,7 +78,7 @@ class CorrelatedNoise:
         self.key = key or (Key.generate() if seed is None else Key.from_seed(seed))
         self._names = tuple(params) if isinstance(params, Mapping) else None
         tensors = tuple(params.values()) if isinstance(params, Mapping) else tuple(params)
-        self._parameters = _described(self._names, tensors)
+        self._parameters = described(self._names, tensors)
         spec = NoiseSpec.of(chosen, self.max_grad_norm)
         self._stream = NoiseStream(
             replace(spec, promise=f"{spec.promise} {self._parameters}"),
@@ -111,7 +108,7 @@ class CorrelatedNoise:
 
     def batches(self, examples: int) -> Batches:
         """The batches that the plan's promise is about, drawn from this noise's key, for a data set of that size."""
-        from quell.torch.run import scheme_of  # needs the accountants
+        from quell.adapters.scheme import scheme_of  # needs the accountants
 
         plan: Any
         plan, chosen = self._source
@@ -169,55 +166,6 @@ class CorrelatedNoise:
 
     def __repr__(self) -> str:
         return f"<CorrelatedNoise step {self.step:,} of {self.steps:,}, {self.buffers} buffers, {self.key!r}>"
-
-
-def _described(names: tuple[str, ...] | None, tensors: Sequence[Tensor]) -> str:
-    """Names and whole shapes, in short: equal only where all of them are."""
-    shapes = [(names[i] if names else i, tuple(tensor.shape)) for i, tensor in enumerate(tensors)]
-    digest = blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
-    return f"{len(shapes):,} with {sum(math.prod(shape) for _, shape in shapes):,} elements ({digest})"
-
-
-def require_one_source(key: object, seed: int | None) -> None:
-    if key is not None and seed is not None:
-        raise QuellError("pass a key or a seed, not both")
-
-
-def select(plan: Any, mechanism: str | Mechanism | None = None) -> Any:
-    """The plan's recommended mechanism, its best of another family, or the mechanism that was given.
-
-    Refused: noise that is only estimated, and a promise that is looser than the plan's.
-    """
-    offered: Sequence[Any] = getattr(plan, "mechanisms", ())
-    if mechanism is None:
-        return _certified(getattr(plan, "mechanism", plan))
-    if not isinstance(mechanism, str):
-        if offered and mechanism.strategy.steps != plan.steps:
-            raise QuellError(
-                f"the mechanism was made for {mechanism.strategy.steps:,} steps and the plan has {plan.steps:,}: "
-                "price it with plan.price(...)"
-            )
-        promised = _certified(mechanism).guarantee
-        if offered and (promised.epsilon > plan.run.epsilon * (1 + 1e-9) or promised.delta > plan.run.delta):
-            raise QuellError(
-                f"the mechanism promises ({promised.epsilon:g}, {promised.delta:g})-DP, less than the plan's "
-                f"({plan.run.epsilon:g}, {plan.run.delta:g}): price it with plan.price(...)"
-            )
-        return mechanism
-    for row in offered:
-        if row.name == mechanism:
-            return row
-    names = ", ".join(dict.fromkeys(row.name for row in offered)) or "none"
-    raise QuellError(
-        f"the plan has certified no mechanism {mechanism!r}, only {names}: pass one that you price for it, as with "
-        "mechanism=plan.price(name, bands=4)"
-    )
-
-
-def _certified(chosen: Any) -> Any:
-    if hasattr(chosen, "claim"):
-        chosen.guarantee  # noqa: B018 - refuses an estimate
-    return chosen
 
 
 def _clip_norm(max_grad_norm: float | None) -> float:

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from quell.adapters.report import PrivacyReport, privacy_report
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.random_states import random_states, set_random_states
-from quell.torch.report import PrivacyReport, privacy_report
 from quell.torch.run import TrainingRun, Unfinished
-from quell.torch.sharding import is_sharded, local
+from quell.torch.sharding import dealt, is_sharded, local, whole
 
 
 class PrivateOptimizer(Optimizer):
@@ -160,7 +160,7 @@ class PrivateOptimizer(Optimizer):
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
         self._engine.require_bounded()
-        saved = pytree.tree_map(_whole, self.original_optimizer.state_dict())
+        saved = pytree.tree_map(whole, self.original_optimizer.state_dict())
         own = {
             "weights": self._weights(),
             "gradients": self._engine.settings(),
@@ -202,7 +202,16 @@ class PrivateOptimizer(Optimizer):
 
     def privacy_report(self) -> PrivacyReport:
         """What this run promises, has spent so far, and rests on."""
-        return privacy_report(self.run)
+        run = self.run
+        return privacy_report(
+            run.mechanism,
+            run.batches,
+            run.noise.key,
+            self._max_grad_norm,
+            run.step,
+            run.released,
+            ("torch", str(torch.__version__)),
+        )
 
     def __repr__(self) -> str:
         return f"<private {self.original_optimizer!r}, step {self.run.step:,} of {self.run.noise.steps:,}>"
@@ -259,7 +268,7 @@ class PrivateOptimizer(Optimizer):
         """A digest of the trained weights, whole, whatever the number of ranks."""
         digest = blake2b(digest_size=16)
         for parameter in self._trained:
-            flat = _whole(parameter.detach()).cpu().contiguous().view(-1)
+            flat = whole(parameter.detach()).cpu().contiguous().view(-1)
             digest.update(flat.view(torch.uint8).numpy())
         return digest.hexdigest()
 
@@ -328,15 +337,7 @@ def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
         parameter.grad = total
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if is_sharded(value) else value
-
-
 def _shard_state(optimizer: Optimizer) -> None:
     """Deal whole tensors of a loaded state out again, as the parameters they belong to are."""
-    from torch.distributed.tensor import distribute_tensor
-
     for parameter, held in optimizer.state.items():
-        for name, value in held.items():
-            if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
-                held[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        held.update(dealt(held, dict.fromkeys(held, parameter)))

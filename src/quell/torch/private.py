@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import (
@@ -17,7 +18,6 @@ from quell.torch.checks import (
     refuse_wrong_arguments,
     trainable_parameters,
 )
-from quell.torch.clipping import require_clip_norm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
 from quell.torch.engine.graphs import record_passes

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from quell.errors import QuellError
-from quell.privacy import certify
-from quell.schemes import Batches, Scheme
+from quell.schemes import Batches
 from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
 
@@ -75,6 +74,7 @@ class TrainingRun:
     noise: CorrelatedNoise
     rank: int
     world: int
+    key_kept: bool = False  # whether the key outlives this process, as rank 0 knows
     spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
@@ -233,12 +233,3 @@ _SMALLER_PARTS = (
     "A batch is one step's: for batches too large for the memory pass physical_batch_size= to make_private instead of "
     "accumulating over batches."
 )
-
-
-def scheme_of(plan: Plan, mechanism: Mechanism) -> Scheme:
-    """The plan's way of forming batches for a mechanism; refused if the mechanism's promise does not hold under it."""
-    promised = mechanism.guarantee
-    scheme = plan.prices.scheme_of(mechanism)
-    if promised.scheme != scheme:  # certified for another run, perhaps with fewer participations
-        certify(mechanism.strategy, scheme, mechanism.noise_multiplier, promised.epsilon, promised.delta)
-    return scheme.for_training()

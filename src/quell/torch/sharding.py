@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,24 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         held: Tensor = tensor.to_local()
     return held
+
+
+def whole(value: Any) -> Any:
+    """A sharded tensor put together on every rank; anything else as it is."""
+    return value.full_tensor() if is_sharded(value) else value
+
+
+def dealt(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole tensors, each dealt out over the ranks as the tensor of that name is."""
+    return {name: _dealt(value, like.get(name)) for name, value in values.items()}
+
+
+def _dealt(value: Any, like: Any) -> Any:
+    if not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements)
 
 
 def own_share(total: Tensor, parameter: Any) -> Tensor:

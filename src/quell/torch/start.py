@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from quell.adapters.choice import refuse_other_data, refuse_user_level, select
+from quell.adapters.scheme import scheme_of
+from quell.adapters.secrets import opened
 from quell.budget import Budget, Entry
 from quell.budget.claims import run_claim
 from quell.budget.entry import entry_of
 from quell.errors import QuellError
-from quell.noise import Key, Ledger
+from quell.noise import Key
 from quell.schemes import Batches
-from quell.torch.checks import refuse_other_data, refuse_user_level, warn_about_optimizer, warn_about_sampler
+from quell.torch.checks import warn_about_optimizer, warn_about_sampler
 from quell.torch.distributed import agree, share_key, world
 from quell.torch.loader import dataset_of
-from quell.torch.noise import CorrelatedNoise, require_one_source, select
-from quell.torch.run import TrainingRun, scheme_of
+from quell.torch.noise import CorrelatedNoise
+from quell.torch.run import TrainingRun
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -41,25 +44,12 @@ class NoiseOptions:
 
     def secrets(self, rank: int) -> tuple[Key, Path | None]:
         """The run's key on every rank, and where its ledger lies: on rank 0, which keeps it for all."""
-        require_one_source(self.key, self.seed)
-        key, ledger = self.key, None if self.ledger is None else Path(self.ledger)
-        if self.seed is not None:
-            return Key.from_seed(self.seed), None if rank else ledger
-        if rank:
+        if rank and self.seed is None:
             return share_key(None), None
-        if isinstance(key, (str, Path)):
-            path = Path(key)
-            ledger = ledger or path.with_name(path.name + ".ledger")
-            if not path.exists():
-                Ledger(ledger).close()  # before the key, which is not to be used without it
-                Key.generate().save(path)
-            elif not ledger.exists():
-                raise QuellError(
-                    f"the key {path} is there, but not its ledger {ledger}, which knows the steps it has released: "
-                    "restore the ledger, or move the key away to start a new run with a new key"
-                )
-            key = Key.load(path)
-        return share_key(key or Key.generate()), ledger
+        key, ledger = opened(self.key, self.seed, self.ledger)
+        if self.seed is not None:
+            return key, None if rank else ledger
+        return share_key(key), ledger
 
 
 @contextmanager
@@ -93,7 +83,8 @@ def started_run(
         agree=agree if size > 1 else None,
     )
     try:
-        run = TrainingRun(plan, chosen, batches, noise, rank, size)
+        key_kept = options.key is not None or options.seed is not None
+        run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept)
         run.share_released()
         if options.budget is not None:
             run.charge = _charging(plan, chosen, key, options.budget)

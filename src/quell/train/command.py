@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_limits
 
+from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count, require_finite
 from quell.files import require_writable
 from quell.planning import Plan, make_plan
 from quell.planning.search import Progress
 from quell.run import Run
 from quell.show import plots
-from quell.torch.clipping import require_clip_norm
 from quell.train import data, models
 from quell.train.comparison import GRID, LAW, TRIALS, Arm, Outcome, Setting, arms_of, compare
 from quell.train.content import content_of, write_page

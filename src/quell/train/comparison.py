@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from quell.adapters.report import PrivacyReport
 from quell.budget.claims import search_claim
 from quell.noise import Key, SeededKeyWarning
 from quell.planning import Mechanism, Plan, Prices
 from quell.planning.search import Progress
 from quell.run import Run
 from quell.torch import make_private
-from quell.torch.report import PrivacyReport
 from quell.train.data import Data, Part
 from quell.train.models import build
 from quell.tuning import Search, TuningPlan

@@ -7,7 +7,7 @@ rule run as they are. Layers without one run again by `torch.func`, unless their
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from quell.noise.stream import uncompiled
 from quell.torch.checks import in_a_sentence
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Piece, Rows
-from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, by_unit, embedding, linear
+from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, by_unit, embedding, linear, rule_for
 from quell.torch.engine.taps import per_row, swapped, tapped_linear
 
 if TYPE_CHECKING:
@@ -41,14 +41,17 @@ class Layer:
     trained: Mapping[str, str]  # from its own names of its parameters to the optimizer's
     forward: Callable[..., Any]  # as it was before
     row_by_row: bool | None = None  # whether its parameters may be given to it once for every row
+    whole: bool = False  # whether its parameters are those of the modules in it too
     shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
 
 
 class TappedForward:
     """What stands in for a tapped layer's forward method. A copy of the layer has none of its taps."""
 
-    def __init__(self, engine: LayerEngine | None, module: nn.Module) -> None:
-        self.engine, self.module = engine, module
+    method = "forward"
+
+    def __init__(self, engine: LayerEngine | None, module: nn.Module, before: Callable[..., Any] | None = None) -> None:
+        self.engine, self.module, self.before = engine, module, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = uncompiled(self._run) if torch.compiler.is_compiling() else self._run
@@ -56,19 +59,59 @@ class TappedForward:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        if engine.idle or not torch.is_grad_enabled():
-            return engine.layers[id(self.module)].forward(*args, **kwargs)
+        if engine is None or engine.idle or not torch.is_grad_enabled():
+            return self._plainly(args, kwargs)
+        return self._tapped(engine, args, kwargs)
+
+    def _tapped(self, engine: LayerEngine, args: Any, kwargs: Any) -> Any:
         return run_layer(engine, self.module, args, kwargs)
 
+    def _plainly(self, args: Any, kwargs: Any) -> Any:
+        return (self.before or partial(getattr(type(self.module), self.method), self.module))(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TappedForward:
-        return TappedForward(None, copy.deepcopy(self.module, memo))
+        return type(self)(None, copy.deepcopy(self.module, memo))
 
     __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
 
     def __repr__(self) -> str:
         return "<tapped forward>"
+
+
+def layers_to_tap(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[nn.Module, Layer]]:
+    """Every module that uses trained parameters, whose names are given by their ids.
+
+    What a layer with a rule holds is used there. A module without one that holds the same parameter does so to tie it,
+    as the heads of BERT do; should it use it by itself, autograd makes a gradient, which is refused.
+    """
+    modules = dict(model.named_modules())
+    rules = {name: rule_for(module) for name, module in modules.items()}
+    ruled = {name for name, module in modules.items() if rules[name] is not None or type(module) in COMPOSITES}
+    used = {id(p) for name in ruled for p in _trained(modules[name], names).values()}
+    whole = [name for name, module in modules.items() if _is_whole(module, names, used)]
+    for name, module in modules.items():
+        if any(name.startswith(f"{above}." if above else "") and name != above for above in whole):
+            continue
+        trained = _trained(module, names, name in whole)
+        found = {own: names[id(p)] for own, p in trained.items() if name in ruled or id(p) not in used}
+        if found:
+            row_by_row = False if name in whole else None
+            yield module, Layer(name or "the model", rules[name], found, module.forward, row_by_row, name in whole)
+
+
+def _is_whole(module: nn.Module, names: Mapping[int, str], used: set[int]) -> bool:
+    """Whether it computes with what a `ParameterDict` or `ParameterList` in it holds, which compute nothing themselves.
+
+    peft's IA³ and its LoRA of embeddings do. Such a module is taken with all that is in it, if that has no rules.
+    """
+    holders = [child for child in module.children() if isinstance(child, (nn.ParameterDict, nn.ParameterList))]
+    if not any(_trained(child, names) for child in holders):
+        return False
+    return not any(id(p) in used for p in _trained(module, names, True).values())
+
+
+def _trained(module: nn.Module, names: Mapping[int, str], below: bool = False) -> dict[str, nn.Parameter]:
+    return {own: p for own, p in module.named_parameters(recurse=below) if p.requires_grad and id(p) in names}
 
 
 def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
@@ -80,14 +123,12 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
         return _run_without_rule(engine, module, layer, args, kwargs)
     (x,) = args or tuple(kwargs.values())
     if layer.rule is linear:
-        weight, bias = module.weight, module.bias
-        anchor = weight if weight.requires_grad else bias
-        return tapped_linear(x, weight, bias, anchor, engine.arrival(module, linear))
+        return tapped_linear(x, module.weight, module.bias, engine.anchor, engine.arrival(module, linear))
     if layer.rule is embedding:
         x = _own_rows(engine, layer, x)
     elif layer.rule in LOWERED and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    with swapped(module):
+    with swapped([module]):
         y = layer.forward(x)
     (y,) = engine.tapped(module, layer.rule, (y,), (x,))
     return y
@@ -98,14 +139,16 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
     if layer.row_by_row is None:
         layer.row_by_row = _takes_rows(engine, module, layer, args, kwargs)
     if layer.row_by_row:  # None, in a batch of one row, is as good as False
-        with swapped(module, **_row_by_row(engine, module, layer)):
+        with swapped([module], _row_by_row(engine, module, layer)):
             return layer.forward(*args, **kwargs)
     values, structure = pytree.tree_flatten((args, kwargs))
-    with swapped(module):
+    with swapped(module.modules() if layer.whole else [module]):
         outputs, shape = pytree.tree_flatten(layer.forward(*args, **kwargs))
     made = [place for place, value in enumerate(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
     given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[place] for place in given]
+    kind = tensors[0].device.type if tensors else "cpu"
+    lowered, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     for place in given:
         values[place] = None  # kept by the tap, where gradient checkpoints can drop it
 
@@ -115,12 +158,14 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
             again[place] = value
         again_args, again_kwargs = pytree.tree_unflatten(again, structure)
         others = {name: p.detach() for name, p in module.named_parameters() if name not in params}
-        found = pytree.tree_leaves(functional_call(module, {**others, **params}, again_args, again_kwargs))
+        with torch.autocast(kind, dtype=dtype, enabled=lowered, cache_enabled=False):
+            found = pytree.tree_leaves(functional_call(module, {**others, **params}, again_args, again_kwargs))
         return tuple(found[place] for place in made)
 
     def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
         with in_a_sentence(f"making per-example gradients of {engine.called(module)} by torch.func", _NOT_MAPPED):
-            return engine.unwatched(lambda: list(by_torch_func(module, call, inputs, gradients, rows)))
+            own = {name: p.detach() for name, p in module.named_parameters() if name in layer.trained}
+            return engine.unwatched(lambda: list(by_torch_func(own, call, inputs, gradients, rows)))
 
     found = engine.tapped(module, rule, [outputs[place] for place in made], tensors)
     for place, value in zip(made, found, strict=True):
@@ -130,8 +175,10 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
 
 def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[str, Tensor]:
     assert engine.rows is not None
-    own = module._parameters
-    return {name: per_row(own[name], engine.rows, engine.arrival(module, _row_rule(name))) for name in layer.trained}
+    own, rows = module._parameters, engine.rows
+    return {
+        name: per_row(own[name], rows, engine.anchor, engine.arrival(module, _row_rule(name))) for name in layer.trained
+    }
 
 
 def _takes_rows(engine: LayerEngine, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:
@@ -196,7 +243,7 @@ def _refuse_numbers(layer: Layer, tokens: Tensor) -> None:
 def _outputs(module: nn.Module, layer: Layer, args: Any, kwargs: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """A layer's outputs with other parameters, always with the same random numbers."""
     devices = list({p.device for p in module.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices), swapped(module, **given):
+    with torch.random.fork_rng(devices), swapped([module], given):
         torch.manual_seed(0)
         return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor)]
 

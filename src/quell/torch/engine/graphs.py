@@ -148,7 +148,6 @@ class Recording:
         self._pool = torch.cuda.graph_pool_handle()
         self._inputs = [value.clone() if isinstance(value, Tensor) else value for value in leaves]
         self._present = torch.zeros((), dtype=torch.int64, device=engine.device)
-        self._anchor = next(iter(engine.params.values()))
         args, kwargs = pytree.tree_unflatten(self._inputs, structure)
 
         def run() -> tuple[list[Any], Any, list[Tensor]]:
@@ -174,7 +173,7 @@ class Recording:
         torch._foreach_copy_(self._tensors, [value for value in leaves if isinstance(value, Tensor)])
         self._replays += 1
         before = own_states() if self._replays == 2 else None
-        made = _Replay.apply(self, self._anchor)
+        made = _Replay.apply(self, self.engine.anchor)
         if before is not None:
             self._compare(made, before, pytree.tree_unflatten(leaves, structure))
         self.engine.open = self
@@ -221,8 +220,9 @@ class Recording:
     def _recorded(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """A CUDA graph of this work, and what it made, which every replay makes anew in the same place."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as one that pins the loader's batches, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Meanwhile other threads use the device, such as one that pins the loader's batches, and torch asks whether
+        # pinned memory is free again: by default either spoils a recording.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
             made = work()
         return graph, made
 
@@ -313,11 +313,13 @@ def _beside() -> Iterator[None]:
 @contextmanager
 def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
     """Random numbers stay as they were, autocast keeps no copies of weights, and a failure leaves nothing behind."""
-    cached, given = torch.is_autocast_cache_enabled(), engine.given
+    cached, given, anchor = torch.is_autocast_cache_enabled(), engine.given, engine.anchor
     random, collects = torch.cuda.get_rng_state(engine.device), gc.isenabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
     engine.given = {value.untyped_storage().data_ptr() for value in inputs}
+    # While an output of an earlier pass is held, so is autograd's node of the anchor, which belongs to another stream.
+    engine.anchor = torch.zeros_like(anchor, requires_grad=True)
     gc.collect()
     gc.disable()  # an old graph that is collected during a recording spoils it
     try:
@@ -334,4 +336,4 @@ def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
             gc.enable()
         torch.set_autocast_cache_enabled(cached)
         engine.take_finished()
-        engine.given = given
+        engine.given, engine.anchor = given, anchor

@@ -30,9 +30,10 @@ from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
-from quell.torch.engine.forward import Layer, TappedForward
+from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap
 from quell.torch.engine.pieces import Names, Piece, Rows, gathered, sums_of, whole_norms
-from quell.torch.engine.rules import Rule, rule_for
+from quell.torch.engine.rules import Rule
+from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.sharding import copies, is_sharded, own_share
 from quell.torch.transfer import Awaited
@@ -58,9 +59,11 @@ class LayerEngine(Engine):
         self.model, self.rows_per_unit = model, rows_per_unit
         self.sharded = any(is_sharded(parameter) for parameter in self.params.values())
         self.layers: dict[int, Layer] = {}
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # so that layers' outputs do
         self.idle = False  # whether layers run as if they had no taps
         self.lowered = False  # whether a layer has computed in less than float32, wherever autocast was turned on
-        self.rows: int | None = None  # rows of the forward pass that runs now
+        self.running = False  # whether a forward pass for training is under way
+        self.rows: int | None = None  # rows of the forward pass that runs now, or ran last
         self.given: set[int] = set()  # where its inputs lie in memory
         self.collected = 0  # how often sums were collected: gradients of older forward passes are refused
         self.open: Recording | None = None  # whose forward pass was replayed, and whose backward pass is to come
@@ -74,12 +77,10 @@ class LayerEngine(Engine):
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._end)
         names = {id(parameter): name for name, parameter in self.params.items()}
-        for name, module in model.named_modules():
-            held = module.named_parameters(recurse=False)
-            trained = {own: names[id(p)] for own, p in held if p.requires_grad and id(p) in names}
-            if trained:
-                self.layers[id(module)] = Layer(name or "the model", rule_for(module), trained, module.forward)
-                module.forward = TappedForward(self, module)
+        for module, layer in layers_to_tap(model, names):
+            self.layers[id(module)] = layer
+            module.forward = TappedForward(self, module, layer.forward)
+        tap_shared(self, model)
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "rows_per_example": self.rows_per_unit}
@@ -91,7 +92,9 @@ class LayerEngine(Engine):
     # Forward
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if model is self.model and torch.is_grad_enabled() and not self.idle:
+        if model is self.model:
+            self.running = torch.is_grad_enabled() and not self.idle
+        if model is self.model and self.running:
             tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim()]
             self.rows = len(tensors[0]) if tensors else None
             self.given = {v.untyped_storage().data_ptr() for v in tensors}
@@ -99,13 +102,14 @@ class LayerEngine(Engine):
                 self._first.remember(args, kwargs)
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
-        if model is self.model and torch.is_grad_enabled() and not self.idle and self._first is not None:
-            self._first.watch(outputs)
+        if model is self.model and self.running:
+            self.running = False
+            if self._first is not None:
+                self._first.watch(outputs)
 
     def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
-        anchor = next(p for p in module.parameters(recurse=False) if p.requires_grad)
-        return tap(outputs, inputs, anchor, self.arrival(module, rule))
+        return tap(outputs, inputs, self.anchor, self.arrival(module, rule))
 
     def unwatched(self, run: Callable[[], Any]) -> Any:
         """Run the model, or a part of it, as if it had no taps."""

@@ -85,12 +85,11 @@ def channel_normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tup
         yield "bias", Rows(g.sum((1, 3), dtype=x.dtype))
 
 
-def by_torch_func(layer: nn.Module, call: Callable[..., Any], inputs: Any, gradients: Any, rows: int) -> Pieces:
-    """Any layer: its per-row gradients by running it again under vmap, for its own parameters alone.
+def by_torch_func(own: dict[str, Tensor], call: Callable[..., Any], inputs: Any, gradients: Any, rows: int) -> Pieces:
+    """Any layer: its per-row gradients by running it again under vmap, for its `own` parameters alone.
 
-    `call(*inputs)` runs the layer; inputs with one row per example are split into rows.
+    `call(parameters, *inputs)` runs the layer; inputs with one row per example are split into rows.
     """
-    own = {name: p.detach() for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
     examples = len(gradients[0])
     if not examples:
         yield from ((name, Rows(p.new_zeros(0, *p.shape))) for name, p in own.items())

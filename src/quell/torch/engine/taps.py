@@ -7,7 +7,7 @@ work, and when the output's gradient arrives it hands both over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ Arrived = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]  # takes what
 def tap(outputs: Sequence[Tensor], inputs: Sequence[Tensor], anchor: Tensor, arrived: Arrived) -> tuple[Tensor, ...]:
     """The same outputs, which call `arrived(inputs, gradients)` when a backward pass comes through them.
 
-    `anchor` is something that requires a gradient, so that the outputs do.
+    `anchor` is something that requires a gradient, so that the outputs do; it gets none.
     """
     seen = {id(value) for value in inputs}
     own = [value.clone() if value._is_view() or id(value) in seen else value for value in outputs]
@@ -34,22 +34,24 @@ def tapped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor
     return made
 
 
-def per_row(parameter: Tensor, rows: int, arrived: Arrived) -> Tensor:
+def per_row(parameter: Tensor, rows: int, anchor: Tensor, arrived: Arrived) -> Tensor:
     """A parameter of shape (1, ...) as (rows, ...), whose gradient arrives row by row."""
-    made: Tensor = _PerRow.apply(arrived, rows, parameter)
+    made: Tensor = _PerRow.apply(arrived, rows, parameter.detach(), anchor)
     return made
 
 
 @contextmanager
-def swapped(module: nn.Module, **others: Tensor) -> Iterator[None]:
-    """The module with detached parameters, or the others given, instead of its own."""
-    own = module._parameters
-    detached = {name: p.detach() if p is not None and p.requires_grad else p for name, p in own.items()}
-    module.__dict__["_parameters"] = {**detached, **others}
+def swapped(modules: Iterable[nn.Module], others: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    """The modules with detached parameters, or the others given, instead of their own."""
+    owned = [(module, module._parameters) for module in modules]
+    for module, own in owned:
+        detached = {name: p.detach() if p is not None and p.requires_grad else p for name, p in own.items()}
+        module.__dict__["_parameters"] = {**detached, **(others or {})}
     try:
         yield
     finally:
-        module.__dict__["_parameters"] = own
+        for module, own in owned:
+            module.__dict__["_parameters"] = own
 
 
 class _Tap(torch.autograd.Function):
@@ -93,11 +95,11 @@ class _Linear(torch.autograd.Function):
 
 class _PerRow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arrived: Arrived, rows: int, parameter: Tensor) -> Any:
+    def forward(ctx: Any, arrived: Arrived, rows: int, parameter: Tensor, anchor: Tensor) -> Any:
         ctx.arrived = arrived
         return parameter.expand(rows, *parameter.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.arrived((), gradients)
-        return None, None, None
+        return None, None, None, None

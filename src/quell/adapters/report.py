@@ -7,15 +7,18 @@ import platform
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-
-import torch
+from typing import TYPE_CHECKING
 
 import quell
 from quell import privacy
+from quell.noise import Key
 from quell.privacy import Guarantee, Meaning
+from quell.schemes import Batches
 from quell.show import statement, words
 from quell.strategy.structure import ToeplitzStrategy, describe
-from quell.torch.run import TrainingRun
+
+if TYPE_CHECKING:
+    from quell.planning import Mechanism
 
 
 @dataclass(frozen=True)
@@ -62,53 +65,73 @@ class PrivacyReport:
         return self.markdown()
 
 
-def privacy_report(run: TrainingRun) -> PrivacyReport:
-    """The report of a run; `optimizer.privacy_report()` calls it."""
-    guarantee = run.mechanism.guarantee
-    spent, kind = _spent(run)
-    key = run.noise.key
+def privacy_report(
+    mechanism: Mechanism,
+    batches: Batches,
+    key: Key,
+    max_grad_norm: float,
+    step: int,
+    released: int,
+    framework: tuple[str, str],
+) -> PrivacyReport:
+    """The report of a run that stands before `step` and has released `released` steps.
+
+    Args:
+        mechanism: The mechanism whose noise is added.
+        batches: The batches of the run.
+        key: The key of the run.
+        max_grad_norm: What gradients are clipped to.
+        step: The step that is due.
+        released: How many steps count as released, also those after the one that a checkpoint went back to.
+        framework: Name and version of what the run is trained with.
+
+    Returns:
+        The report.
+    """
+    guarantee = mechanism.guarantee
+    spent, kind = _spent(mechanism, batches, step, released)
     return PrivacyReport(
         unit="one example",
         adjacency=guarantee.adjacency,
         sampling=guarantee.sampling,
         sampling_assumption=statement.assumption(guarantee.sampling),
-        mechanism=describe(run.mechanism.strategy),
-        noise_multiplier=run.mechanism.noise_multiplier,
-        max_grad_norm=float(run.noise.max_grad_norm or 0.0),
-        expected_batch_size=run.expected_batch_size,
+        mechanism=describe(mechanism.strategy),
+        noise_multiplier=mechanism.noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        expected_batch_size=batches.expected_size,
         bound=f"{words.method(guarantee)}, {guarantee.sensitivity.kind} sensitivity",
-        steps_done=run.step,
-        steps=run.noise.steps,
+        steps_done=step,
+        steps=mechanism.strategy.steps,
         delta=guarantee.delta,
         epsilon_at_the_end=guarantee.epsilon,
         epsilon_so_far=spent,
         epsilon_so_far_is=kind,
         failure_probability=guarantee.failure_probability,
-        meaning=privacy.meaning(run.mechanism.strategy, run.batches.scheme, guarantee),
+        meaning=privacy.meaning(mechanism.strategy, batches.scheme, guarantee),
         key=(
             f"{key.id}, made from a seed: NO privacy guarantee"
             if key.seeded
             else f"{key.id}, 256 bits from the operating system"
         ),
-        versions=_versions(),
+        versions=_versions(*framework),
     )
 
 
-def _spent(run: TrainingRun) -> tuple[float, str]:
+def _spent(mechanism: Mechanism, batches: Batches, step: int, released: int) -> tuple[float, str]:
     """ε of all steps released so far, at the plan's δ, and how it is known (Proof 14 in docs/proofs.md).
 
     Steps that were released before going back to an older checkpoint count too.
     """
-    whole: Guarantee = run.mechanism.guarantee
-    strategy, t = run.mechanism.strategy, run.released
+    whole: Guarantee = mechanism.guarantee
+    strategy, t = mechanism.strategy, released
     if t == 0:
         return 0.0, "nothing was released"
-    shorter = run.batches.scheme.of_first(t) if t < run.noise.steps else None
+    shorter = batches.scheme.of_first(t) if t < strategy.steps else None
     if shorter is not None and isinstance(strategy, ToeplitzStrategy):
         prefix = privacy.epsilon(leading_block(strategy, t), shorter, whole.noise_multiplier, whole.delta)
         if prefix.epsilon < whole.epsilon:
-            return prefix.epsilon, "certified for these steps" if t == run.step else f"of the {t:,} steps released"
-    return whole.epsilon, "the whole run's, an upper bound" if t < run.noise.steps else "the whole run's"
+            return prefix.epsilon, "certified for these steps" if t == step else f"of the {t:,} steps released"
+    return whole.epsilon, "the whole run's, an upper bound" if t < strategy.steps else "the whole run's"
 
 
 def leading_block(strategy: ToeplitzStrategy, steps: int) -> ToeplitzStrategy:
@@ -118,8 +141,8 @@ def leading_block(strategy: ToeplitzStrategy, steps: int) -> ToeplitzStrategy:
     return replace(strategy, steps=steps, given_coefficients=coefficients, given_noising=noising, column_scale=scale)
 
 
-def _versions() -> dict[str, str]:
-    found = {"quell": quell.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+def _versions(framework: str, its_version: str) -> dict[str, str]:
+    found = {"quell": quell.__version__, framework: its_version, "python": platform.python_version()}
     with suppress(PackageNotFoundError):
         found["dp-accounting"] = version("dp-accounting")
     return found

@@ -1,0 +1,117 @@
+"""Clipped sums against loops in float64, and what must count for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quell import QuellError
+from quell.jax import clipped_grad, clipping
+
+RANDOM = np.random.default_rng(3)
+X, Y = RANDOM.standard_normal((11, 5)).astype(np.float32), RANDOM.standard_normal(11).astype(np.float32)
+PARAMS = {"w": RANDOM.standard_normal((5, 4)).astype(np.float32), "v": RANDOM.standard_normal(4).astype(np.float32)}
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    return (jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2
+
+
+def by_hand(x: Any, y: Any, bound: float) -> dict[str, Any]:
+    """The clipped sum, one example at a time, in float64."""
+    w, v = (PARAMS[name].astype(np.float64) for name in ("w", "v"))
+    total = {"w": np.zeros_like(w), "v": np.zeros_like(v)}
+    for one, label in zip(x.astype(np.float64), y.astype(np.float64), strict=True):
+        hidden = np.tanh(one @ w)
+        slope = 2 * (hidden @ v - label)
+        gradient = {"v": slope * hidden, "w": np.outer(one, slope * v * (1 - hidden**2))}
+        norm = np.sqrt(sum(np.sum(value**2) for value in gradient.values()))
+        for name, value in gradient.items():
+            total[name] += value * min(1.0, bound / norm)
+    return total
+
+
+def close(found: Any, expected: Any, **tolerance: float) -> None:
+    for name, value in expected.items():
+        assert found[name].dtype == jnp.float32
+        np.testing.assert_allclose(found[name], value, **{"rtol": 3e-4, "atol": 1e-5, **tolerance})
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 11, 64])
+def test_sums_equal_a_loop(micro_batch: int) -> None:
+    sums = jax.jit(clipped_grad(loss, 0.7, micro_batch=micro_batch))
+    close(sums(PARAMS, (X, Y)), by_hand(X, Y, 0.7))
+
+
+def test_masked_and_broken_rows_count_for_nothing() -> None:
+    sums = jax.jit(clipped_grad(jax.checkpoint(loss), 0.7, micro_batch=4))
+    x, y = X.copy(), Y.copy()
+    x[2], y[5], y[7] = np.nan, np.inf, 1e30  # the last has a norm that float32 does not hold
+    broken = np.isin(np.arange(11), (2, 5, 7))
+    close(sums(PARAMS, (x, y)), by_hand(X[~broken], Y[~broken], 0.7))
+    mask = np.arange(11) % 2 == 0
+    close(sums(PARAMS, (np.where(mask[:, None], X, np.nan), Y), mask), by_hand(X[mask], Y[mask], 0.7))
+    none = sums(PARAMS, (X, Y), np.zeros(11, bool))
+    assert not any(np.any(value) for value in none.values())
+
+
+def test_no_example_moves_the_sum_by_more_than_the_bound() -> None:
+    for bound in (1e-30, 1e-3, 1e20):
+        sums = jax.jit(clipped_grad(lambda w, x: w @ x, bound, micro_batch=1))
+        for size in (1.0, 1e-6, 1e6):
+            one = np.asarray(sums(jnp.zeros(50), (size * bound * np.ones((1, 50), np.float32),)), np.float64)
+            assert np.linalg.norm(one) <= bound * (1 + 1e-7)
+            if size == 1e6:
+                assert np.linalg.norm(one) > bound * 0.999
+
+
+def test_norms_of_many_elements() -> None:
+    """One addition after the other would lose most of what follows a large square."""
+    rows = np.full((1, 2**22), 1e-4, np.float32)
+    rows[0, 0] = 1.0
+    exact = np.sum(rows.astype(np.float64) ** 2)
+    found = float(jax.jit(clipping._sum_of_squares)(rows)[0])
+    assert found == pytest.approx(exact, rel=2e-5)
+    assert np.sqrt(found) * clipping.RAISED >= np.sqrt(exact)
+
+
+def test_bfloat16_models_and_flax() -> None:
+    from flax import nnx
+
+    model = nnx.Linear(5, 1, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+
+    def own(params: Any, x: Any, y: Any) -> Any:
+        return (nnx.merge(graph, params)(x)[0].astype(jnp.float32) - y) ** 2
+
+    found = jax.jit(clipped_grad(own, 0.1, micro_batch=4))(params, (X, Y))
+    leaves = jax.tree_util.tree_leaves(found)
+    assert [leaf.dtype for leaf in leaves] == [jnp.float32] * 2
+    kernel, bias = (np.asarray(params[name][...], np.float64) for name in ("kernel", "bias"))
+    slopes = 2 * (X.astype(np.float64) @ kernel[:, 0] + bias[0] - Y)
+    whole = np.concatenate([slopes[:, None] * X, slopes[:, None]], axis=1)
+    expected = (whole * np.minimum(1, 0.1 / np.linalg.norm(whole, axis=1))[:, None]).sum(axis=0)
+    np.testing.assert_allclose(
+        np.concatenate([np.ravel(found["kernel"][...]), found["bias"][...]]), expected, atol=0.02
+    )
+
+
+def test_a_bound_that_is_not_kept_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping, "_sum_of_squares", lambda rows: (rows * rows).sum(axis=1) / 2)
+    with pytest.raises(AssertionError):
+        close(clipped_grad(loss, 0.7)(PARAMS, (X, Y)), by_hand(X, Y, 0.7))
+
+
+def test_refusals() -> None:
+    with pytest.raises(QuellError, match="must be positive"):
+        clipped_grad(loss, 0.0)
+    sums = clipped_grad(loss, 1.0)
+    for batch in ((X, Y[:3]), [X, Y], ()):
+        with pytest.raises(QuellError, match="one row per unit"):
+            sums(PARAMS, batch)
+    with pytest.raises(QuellError, match="mask has shape"):
+        sums(PARAMS, (X, Y), np.ones(3, bool))

@@ -1,0 +1,172 @@
+"""What a compiled step cannot refuse by itself: keys, ledgers, resuming, and what `privatize` is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from quell import QuellError
+from quell.jax import batches, check, privatize
+from quell.jax.batches import PaddedBatches, _roomy
+from quell.noise import Key
+from quell.planning import Plan
+from quell.schemes import Batches, Poisson
+from tests.noise import cases
+
+from .trees import seeded
+
+PARAMS = {"w": np.zeros((7, 30), np.float32)}
+FAST = {"expected_batch_size": 2.0, "generator": "philox"}
+
+
+def steps(private: Any, state: Any, first: int, last: int) -> tuple[list[Any], Any]:
+    found = []
+    for step in range(first, last):
+        sums = {"w": jnp.full((7, 30), step, jnp.float32)}
+        noisy, state = private.update(sums, state)
+        found.append(np.asarray(noisy["w"]))
+    return found, state
+
+
+def test_resuming_is_bitwise_and_falling_behind_is_refused(tmp_path: Path) -> None:
+    spec = cases.spec("bsr")
+
+    def start() -> Any:
+        return privatize(spec, PARAMS, key=tmp_path / "run.key", **FAST)
+
+    private = start()
+    _, state = steps(private, private.init(PARAMS), 0, 3)
+    saved = jax.tree_util.tree_map(np.asarray, state)
+    assert not any(str(value) in repr(saved) for value in (private.key.reveal(), private.key.id))
+    more, state = steps(private, state, 3, 6)
+    private.close()
+
+    private = start()  # as another process would: the checkpoint is three steps old
+    again, state = steps(private, saved, 3, 6)
+    np.testing.assert_array_equal(again, more)
+    check(state)
+    assert private.key.loaded
+    private.close()
+
+    private = start()
+    state = jax.tree_util.tree_map(jnp.asarray, saved)
+    noisy, after = private.update({"w": jnp.ones((7, 30))}, state)  # other gradients under the same noise
+    assert np.isnan(noisy["w"]).all()
+    with pytest.raises(QuellError, match="step 3 was released before and would now be released with other gradients"):
+        check(after)
+    private.close()
+    (tmp_path / "run.key.ledger").unlink()
+    with pytest.raises(QuellError, match="not its ledger"):
+        start()
+
+
+def test_a_step_comes_once_without_a_ledger() -> None:
+    private = privatize(cases.spec("independent"), PARAMS, key=Key.generate(), **FAST)
+    first = private.init(PARAMS)
+    _, after = steps(private, first, 0, 1)
+    check(after)
+    noisy, twice = steps(private, first, 0, 1)
+    assert np.isnan(noisy[0]).all()
+    with pytest.raises(QuellError, match="step 0 would come again"):
+        check(twice)
+    other = privatize(cases.spec("independent"), PARAMS, key=private.key, **FAST)
+    with pytest.raises(QuellError, match="step 0 counts as released"):
+        check(steps(other, other.init(PARAMS), 0, 1)[1])
+
+
+def test_the_state_of_another_run_is_refused() -> None:
+    one = privatize(cases.spec("independent"), PARAMS, key=seeded(1), **FAST)
+    two = privatize(cases.spec("independent", 2.0), PARAMS, key=seeded(1), **FAST)
+    noisy, state = two.update(PARAMS, one.init(PARAMS))
+    assert np.isnan(noisy["w"]).all()
+    with pytest.raises(QuellError, match="belongs to another key, plan"):
+        check(state)
+    with pytest.raises(QuellError, match="no state of quell"):
+        check(optax.sgd(0.1).init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "max_grad_norm="),
+        ({"max_grad_norm": -1.0}, "must be positive"),
+        ({"max_grad_norm": 1.0, "expected_batch_size": 3.0}, "the plan's own"),
+        ({"max_grad_norm": 1.0, "mechanism": "other"}, "has certified no mechanism 'other'"),
+        ({"max_grad_norm": 1.0, "generator": "md5"}, "generator='md5' is not known"),
+        ({"max_grad_norm": 1.0, "key": Key.generate(), "seed": 1}, "not both"),
+    ],
+)
+def test_refusals(plan: Plan, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(QuellError, match=message):
+        privatize(plan, PARAMS, **options)
+
+
+def test_a_plan_whose_noise_is_for_fewer_participations(plan: Plan) -> None:
+    more = replace(plan, run=plan.run.changed(batch_size=30, epochs=5))
+    assert more.steps == plan.steps
+    with pytest.raises(QuellError, match=r"is not certified to be \(8, 0.001\)-DP"):
+        privatize(more, PARAMS, 1.0)
+    with pytest.raises(QuellError, match="is not certified"):
+        batches(more, 60, seeded(1))
+
+
+def test_other_trees_shapes_and_dtypes_are_refused() -> None:
+    private = privatize(cases.spec("independent"), PARAMS, key=seeded(1), **FAST)
+    state = private.init(PARAMS)
+    for wrong, message in [
+        ({"v": PARAMS["w"]}, "not the parameters"),
+        ({"w": np.zeros((30, 7), np.float32)}, "has shape"),
+        ({"w": np.zeros((7, 30), np.int32)}, "has dtype int32"),
+    ]:
+        with pytest.raises(QuellError, match=message):
+            private.update(wrong, state)
+    with pytest.raises(QuellError, match="no arrays"):
+        privatize(cases.spec("independent"), {}, key=seeded(1), **FAST)
+    huge = jax.ShapeDtypeStruct((2**17, 2**16), jnp.float32)
+    with pytest.raises(QuellError, match="split it into several"):
+        privatize(cases.spec("independent"), huge, key=seeded(1), **FAST)
+
+
+def test_report_and_batches_are_the_plans(plan: Plan) -> None:
+    private = privatize(plan, PARAMS, 1.0, generator="philox")
+    optimizer = optax.chain(private, optax.sgd(0.1))
+    state = optimizer.init(PARAMS)
+    assert private.report(state).epsilon_so_far == 0
+    _, state = optimizer.update(PARAMS, state, PARAMS)
+    report = private.report(state)
+    assert (report.steps_done, report.steps, report.expected_batch_size) == (1, plan.steps, 12)
+    assert 0 < report.epsilon_so_far <= plan.run.epsilon
+    assert report.versions["jax"] == jax.__version__
+    drawn = batches(plan, 60, private.key)
+    own = private.host.batches
+    assert own is not None
+    assert len(drawn) == plan.steps
+    for step, (indices, mask) in enumerate(drawn):
+        assert indices.shape == mask.shape == (12,)
+        np.testing.assert_array_equal(indices[mask], own.at(step))
+        np.testing.assert_array_equal(drawn[step][0], indices)
+    with pytest.raises(QuellError, match="the plan is for 60"):
+        batches(plan, 61, private.key)
+
+
+def test_batches_of_random_size_are_padded() -> None:
+    stream = Batches(Poisson(steps=50, rate=0.05), 400, bytes(range(32)))
+    drawn = PaddedBatches(stream, _roomy(stream))
+    assert 20 < drawn.size < 100
+    for step, (indices, mask) in enumerate(drawn.starting(3), start=3):
+        batch = stream.at(step)
+        assert indices.shape == (drawn.size,)
+        assert not indices[len(batch) :].any()
+        assert mask.tolist() == [True] * len(batch) + [False] * (drawn.size - len(batch))
+        np.testing.assert_array_equal(indices[mask], batch)
+    with pytest.raises(QuellError, match="does not fit into size=5"):
+        list(PaddedBatches(stream, 5))
+    with pytest.raises(IndexError):
+        drawn[50]

@@ -1,0 +1,200 @@
+"""The noise of `quell.jax` is that of `quell.noise`, bit for bit, however the parameters are sharded."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from quell.jax import check, privatize, slices
+from quell.jax import normals as made
+from quell.noise import NoiseStream, generators
+from quell.noise.audit import audit
+from quell.noise.layout import DRAW, LANES, WORDS, tile_size
+from quell.noise.normal import REFINE_BELOW
+from tests.noise import cases
+
+from .trees import SHAPES, arrays, seeded, tree
+
+RECURRENCES = {"regenerate": "bisr normalised", "ring": "band", "exponentials": "two exponentials", "fenwick": "tree"}
+EXPECTED = 3.7
+
+
+def mesh(*sizes: int) -> Any:
+    return jax.make_mesh(sizes, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2) if sizes else None
+
+
+def sums_of(step: int) -> Any:
+    random = np.random.default_rng(step)
+    return lambda shape: 3 * random.standard_normal(shape)
+
+
+def reference(case: str, generator: str, steps: int) -> list[dict[str, Any]]:
+    """What NumPy and Numba release, divided: sums in the order of JAX's trees."""
+    names = sorted(SHAPES)
+    stream = NoiseStream(cases.spec(case), [SHAPES[n][0] for n in names], key=seeded(7), generator=generator)
+    found = []
+    for step in range(steps):
+        whole = arrays(sums_of(step))
+        summed = [whole[name] for name in names]
+        stream.add_(summed)
+        found.append({n: total / np.float32(EXPECTED) for n, total in zip(names, summed, strict=True)})
+    return found
+
+
+def differing(case: str, generator: str, where: Any, steps: int) -> int:
+    """In how many elements a jitted run differs from the reference, in any bit."""
+    params = tree(where)
+    private = privatize(cases.spec(case), params, expected_batch_size=EXPECTED, key=seeded(7), generator=generator)
+    update, state = jax.jit(private.update, donate_argnums=1), private.init(params)
+    count = 0
+    for step, expected in enumerate(reference(case, generator, steps)):
+        means, state = update(tree(where, sums_of(step)), state)
+        for name, value in means.items():
+            assert value.sharding.is_equivalent_to(params[name].sharding, value.ndim)
+            count += int(np.sum(np.asarray(value).view(np.uint32) != expected[name].view(np.uint32)))
+    check(state)
+    return count
+
+
+QUICK = [("regenerate", "chacha20"), ("exponentials", "chacha8")]  # rings: in a shard_map below; trees: unsharded
+ALL = [
+    pytest.param(kind, generator, marks=[] if (kind, generator) in QUICK else pytest.mark.slow)
+    for kind in RECURRENCES
+    for generator in WORDS
+]
+SIZES = [(), (1, 1), (2, 1), (1, 4)]
+
+
+@pytest.mark.parametrize(("recurrence", "generator"), ALL)
+def test_eight_devices_make_the_bits_of_numpy(recurrence: str, generator: str) -> None:
+    assert cases.spec(RECURRENCES[recurrence]).recipe().kind == recurrence
+    assert differing(RECURRENCES[recurrence], generator, mesh(4, 2), steps=6) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recurrence", "generator"),
+    [
+        pytest.param(sizes, kind, generator, marks=[] if (sizes, kind) == ((), "fenwick") else pytest.mark.slow)
+        for sizes in SIZES
+        for kind in RECURRENCES
+        for generator in (["philox"] if sizes == () and kind == "fenwick" else WORDS)
+    ],
+)
+def test_fewer_devices_make_the_same_bits(sizes: tuple[int, ...], recurrence: str, generator: str) -> None:
+    assert differing(RECURRENCES[recurrence], generator, mesh(*sizes), steps=3) == 0
+
+
+def test_a_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices.Slice, "base", lambda self, coordinate: jnp.zeros((), jnp.uint32))
+    assert differing("independent", "philox", mesh(2, 1), steps=1) > 1000
+
+
+@pytest.mark.parametrize(("generator", "rare"), [("chacha20", [4851, 29853]), ("philox", [13609, 121104])])
+def test_normals_of_rare_radius_words_and_far_blocks(generator: str, rare: list[int]) -> None:
+    """These tiles have a radius word below 2¹², which takes a second word."""
+    key = seeded(5)
+    for tile in rare:
+        blocks = np.arange(tile * LANES, (tile + 1) * LANES, dtype=np.uint64)
+        assert generators.words(generator, key, 3, 1, blocks, DRAW)[0::2].min() < REFINE_BELOW
+    size = tile_size(generator)
+    tiles = np.array([*rare, 0, 2**32 // size - 1], np.uint32)
+    keys = np.stack([generators.key_words(generator, key, number) for number in (0, 1)])
+
+    @jax.jit
+    def some(keys: Any, zero: Any, step: Any, tiles: Any) -> Any:
+        return made.normals(made.Source(generator, keys, zero), step, jnp.ones(len(tiles), jnp.uint32), tiles)
+
+    found = np.asarray(some(keys, np.uint32(0), np.int32(3), tiles)).reshape(len(tiles), size)
+    for tile, normals in zip(tiles, found, strict=True):
+        expected = generators.normals(generator, key, 3, 1, int(tile) * size, size)
+        np.testing.assert_array_equal(normals, expected)
+
+
+def test_many_pieces_make_the_bits_of_one() -> None:
+    """A tensor of several loops' length, against the compiled CPU path."""
+    shape = (500, 301)
+    private = privatize(
+        cases.spec("lambda_cgd"), jnp.zeros(shape), expected_batch_size=1.0, key=seeded(2), generator="chacha20"
+    )
+    state = private.init(jnp.zeros(shape))
+    stream = NoiseStream(cases.spec("lambda_cgd"), [shape], key=seeded(2))
+    for _ in range(3):
+        summed = np.ones(shape, np.float32)
+        stream.add_([summed])
+        noisy, state = private.update(jnp.ones(shape), state)
+        np.testing.assert_array_equal(np.asarray(noisy), summed)
+
+
+@pytest.fixture(scope="module")
+def scanned() -> tuple[Any, Any]:
+    """A whole run of forty steps in one scan, on zeros, and its transformation."""
+    params = jnp.zeros(4000)
+    private = privatize(cases.spec("blt", 2.0), params, expected_batch_size=1.0, key=seeded(4), generator="chacha8")
+
+    def step(state: Any, _: Any) -> Any:
+        noisy, state = private.update(params, state)
+        return state, noisy
+
+    return jax.jit(lambda state: lax.scan(step, state, None, length=cases.STEPS))(private.init(params)), private
+
+
+def test_whitened_rows_of_a_scan_are_normal(scanned: Any) -> None:
+    (state, added), _ = scanned
+    check(state)
+    rows = [np.asarray(added, np.float64)]
+    assert audit(rows, cases.matrix("blt"), 2.0).passed
+    assert not audit(rows, np.eye(cases.STEPS), 2.0).passed
+    assert not audit(rows, cases.matrix("blt"), 2.1).passed
+
+
+def test_a_step_past_the_plan_is_nan_and_an_error(scanned: Any) -> None:
+    (state, _), private = scanned
+    noisy, after = private.update(jnp.zeros(4000), state)
+    assert np.isnan(noisy).all()
+    assert int(after.step) == cases.STEPS
+    with pytest.raises(Exception, match="the plan ends after 40 steps"):
+        check({"inside": after})
+    again, after = private.update(jnp.zeros(4000), after)  # and so it stays
+    assert np.isnan(again).all()
+    with pytest.raises(Exception, match="the plan ends"):
+        check(after)
+
+
+def test_the_users_own_shard_map_and_a_chain() -> None:
+    where, case = mesh(4, 2), "bsr"
+    params = tree(where)
+    private = privatize(cases.spec(case), params, expected_batch_size=EXPECTED, key=seeded(7), generator="philox")
+    optimizer = optax.chain(private, optax.scale(-1.0))
+    state = optimizer.init(params)
+    specs = {name: SHAPES[name][1] for name in params}
+    kept = jax.tree_util.tree_map(lambda leaf: leaf.sharding.spec if leaf.ndim > 1 else P(), state)
+    step = jax.jit(
+        jax.shard_map(
+            lambda sums, state: optimizer.update(sums, state),
+            mesh=where,
+            in_specs=(specs, kept),
+            out_specs=(specs, kept),
+            check_vma=False,
+        )
+    )
+    for number, expected in enumerate(reference(case, "philox", 3)):
+        updates, state = step(tree(where, sums_of(number)), state)
+        for name, value in updates.items():
+            np.testing.assert_array_equal(np.asarray(value), -expected[name])
+    check(state)
+
+
+def test_the_key_is_in_no_program() -> None:
+    key = seeded(11)
+    private = privatize(cases.spec("independent"), jnp.zeros(9), expected_batch_size=1.0, key=key)
+    text = jax.jit(private.update).lower(jnp.zeros(9), private.init(jnp.zeros(9))).as_text()
+    assert "custom_call" in text
+    assert not {str(word) for word in key.words()} & set(re.findall(r"\d+", text))

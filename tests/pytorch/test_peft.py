@@ -1,0 +1,104 @@
+"""Adapters of peft: the only thing that trains, with the per-example gradients of autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quell.torch import make_private
+from tests.pytorch.architectures import batch_for, check_gradients, losses, tiny
+from tests.pytorch.conftest import small_plan
+from tests.pytorch.training import without_noise
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+
+def lora(*layers, **options):
+    return lambda: peft.LoraConfig(r=2, lora_alpha=4, target_modules=list(layers), **options)
+
+
+def prompt(kind, **options):
+    return lambda: getattr(peft, kind)(num_virtual_tokens=3, **options)
+
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+ADAPTERS = {
+    "LoRA, linear": ("Llama", lora("q_proj", "v_proj", "down_proj")),
+    "LoRA, BERT with its head": ("BERT", lora("query", "value", task_type="SEQ_CLS")),
+    "LoRA, Conv1D": ("GPT-2", lora("c_attn", fan_in_fan_out=True)),
+    "LoRA, convolution": ("ViT", lora("projection", "query", modules_to_save=["classifier"])),
+    "LoRA, embedding": ("Llama", lora("embed_tokens", "q_proj")),
+    "LoRA, tied embedding": ("GPT-2", lora("wte")),
+    "LoRA, T5": ("T5", lora("q", "v")),
+    "DoRA": ("Llama", lora("q_proj", "v_proj", use_dora=True)),
+    "DoRA, Conv1D": ("GPT-2", lora("c_attn", fan_in_fan_out=True, use_dora=True)),
+    "DoRA, embedding": ("Llama", lora("embed_tokens", use_dora=True)),
+    "IA³": (
+        "Llama",
+        lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL),
+    ),
+    "prompt tuning": ("Llama", prompt("PromptTuningConfig", **CAUSAL)),
+    "prompt tuning, BERT": ("BERT", prompt("PromptTuningConfig", task_type="SEQ_CLS")),
+    "P-tuning": ("Llama", prompt("PromptEncoderConfig", encoder_hidden_size=8, **CAUSAL)),
+    "prefix tuning": ("GPT-2", prompt("PrefixTuningConfig", **CAUSAL)),
+    "prefix tuning, projected": (
+        "Llama",
+        prompt("PrefixTuningConfig", prefix_projection=True, encoder_hidden_size=8, **CAUSAL),
+    ),
+}
+
+
+def adapted(name):
+    base, config = ADAPTERS[name]
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny(base), config())
+    for parameter in model.parameters():  # what starts at zero would hide the gradients of its neighbours
+        if parameter.requires_grad and not parameter.any():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return base, model.train()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_have_the_gradients_of_autograd(name):
+    check_gradients(*adapted(name))
+
+
+class Examples(torch.utils.data.Dataset):
+    def __init__(self, name):
+        self.inputs, self.labels = batch_for(name, 40)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {name: value[index] for name, value in self.inputs.items()}, self.labels[index]
+
+
+@pytest.mark.parametrize("name", ["LoRA, linear", "IA³", "prompt tuning"])
+def test_adapters_alone_move_as_without_noise(name):
+    """A few steps with practically no noise are plain steps of the adapter; nothing else changes."""
+    base, model = adapted(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.3)
+    data, plan = Examples(base), without_noise(small_plan())
+    _, private, loader = make_private(model, optimizer, data, plan, 1e3)
+    for _, (inputs, labels) in zip(range(3), loader, strict=False):
+        private.zero_grad()
+        losses(base, model(**inputs), labels).mean().backward()
+        private.step()
+    _, plain = adapted(name)
+    plain_trained = [p for p in plain.parameters() if p.requires_grad]
+    stepped = torch.optim.SGD(plain_trained, lr=0.3)
+    for _, batch in zip(range(3), private.run.batches.starting(0), strict=False):
+        stepped.zero_grad()
+        chosen = {key: value[torch.as_tensor(batch)] for key, value in data.inputs.items()}
+        losses(base, plain(**chosen), data.labels[torch.as_tensor(batch)]).mean().backward()
+        stepped.step()
+    for (key, ours), theirs in zip(trained.items(), plain_trained, strict=True):
+        assert not torch.equal(ours, before[key])
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+    for key, value in model.state_dict().items():
+        if not any(key == own for own in trained):
+            assert torch.equal(value, before[key])

@@ -1,0 +1,136 @@
+"""`save_checkpoint` and `load_checkpoint`: whole or not at all, and always one to go back to."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+import torch
+from torch import nn
+
+from quell.errors import QuellError
+from quell.noise import Key, Ledger, claims
+from quell.torch import load_checkpoint, make_private, save_checkpoint
+from quell.torch.checkpoints import is_whole
+
+from .training import examples, train
+
+
+def start(key, plan, seed=1):
+    """A script that was started once more: other seeds, other first weights."""
+    claims._claims.clear()
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, examples(), plan, key=key)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.original_optimizer, step_size=1, gamma=0.99)
+    return model, optimizer, loader, scheduler
+
+
+def go_on(path, run, steps=None, every=2):
+    """The loop of docs/pytorch.md."""
+    model, optimizer, loader, scheduler = run
+    first = load_checkpoint(path, model, optimizer, loader, scheduler=scheduler)
+    done = first
+    while done < optimizer.run.noise.steps and done - first != steps:
+        done += train(model, optimizer, loader, steps=1)
+        scheduler.step()
+        if done % every == 0:
+            save_checkpoint(path, model, optimizer, loader, scheduler=scheduler)
+    optimizer.close()
+    return first
+
+
+@pytest.fixture
+def straight(plan, tmp_path):
+    """The weights of a run that nothing happened to, and its key."""
+    key = Key.generate()
+    for name in ("straight", "key"):
+        key.save(tmp_path / name)
+        Ledger(tmp_path / f"{name}.ledger").close()
+    run = start(tmp_path / "straight", plan)
+    go_on(tmp_path / "straight.pt", run)
+    return run
+
+
+def weights(run):
+    return torch.cat([p.detach().flatten() for p in run[0].parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:.*learning rate is")
+@pytest.mark.parametrize("stops", [[1], [3, 2], [4, 1, 1]])
+def test_a_run_goes_on_as_if_it_had_never_stopped(stops, straight, plan, tmp_path):
+    """Also before the first save, from a script that seeds nothing: the state of step 0 is there."""
+    path = tmp_path / "checkpoint.pt"
+    for seed, steps in enumerate([*stops, None], start=1):
+        last = start(tmp_path / "key", plan, seed)
+        go_on(path, last, steps)
+    assert torch.equal(weights(last), weights(straight))
+    assert last[3].state_dict() == straight[3].state_dict()
+    assert not list(tmp_path.glob("*.new"))
+    assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) == 0  # optimizer states can hold noise
+
+
+def shorten(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def zero_a_block(path):
+    """What a disk can make of a file that was not forced onto it."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(bytes(64))
+
+
+@pytest.mark.filterwarnings("ignore:.*learning rate is")
+@pytest.mark.parametrize("damage", [shorten, empty, zero_a_block, os.unlink])
+def test_a_damaged_file_costs_one_checkpoint_and_not_the_run(damage, straight, plan, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    go_on(path, start(tmp_path / "key", plan), steps=5)
+    damage(path)
+    last = start(tmp_path / "key", plan, seed=2)
+    if damage is os.unlink:  # between the two names: nothing was damaged, nothing to warn of
+        assert go_on(path, last) == 2
+    else:
+        with pytest.warns(
+            UserWarning, match=r"is damaged: going on from the checkpoint before it, checkpoint\.pt\.bef"
+        ):
+            assert go_on(path, last) == 2
+    assert torch.equal(weights(last), weights(straight))
+    assert is_whole(path)
+    for each in (path, path.with_name("checkpoint.pt.before")):
+        shorten(each)
+    with pytest.raises(QuellError, match="is damaged, and there is no whole"):
+        go_on(path, start(tmp_path / "key", plan))
+
+
+def refused(path, key, plan, match):
+    run = start(key, plan)
+    try:
+        with pytest.raises(QuellError, match=match):
+            load_checkpoint(path, *run[:3])
+    finally:
+        run[1].close()
+
+
+def test_what_could_not_go_on_is_refused(plan, tmp_path):
+    path, key = tmp_path / "checkpoint.pt", tmp_path / "key"
+    refused(path, None, plan, r"key is not kept.*pass key='run\.key'")
+    assert not path.exists()
+    run = start(key, plan)
+    load_checkpoint(path, *run[:3])
+    train(*run[:3], steps=2)
+    run[1].close()
+    refused(
+        tmp_path / "elsewhere.pt", key, plan, r"no checkpoint .*elsewhere\.pt, but 2 steps were released with this key"
+    )
+    refused(path, tmp_path / "other", plan, "state has key_id")
+    save_checkpoint(path, *run[:3], scheduler=run[3])
+    refused(path, key, plan, "has the states of scheduler beside model and optimizer, and nothing was given")
+    torch.save({"model": {}}, path)
+    refused(path, key, plan, "is not a checkpoint of save_checkpoint")
