@@ -169,7 +169,9 @@ def test_failure_probabilities_are_part_of_the_total():
     sure, unsure = (Together((charged(PointProfile(points, failure)),) * 3) for failure in (0.0, 1e-6))
     assert unsure.delta(3.0) == pytest.approx(sure.delta(3.0) + 3e-6)
     assert unsure.epsilon(1e-5) > sure.epsilon(1e-5)
-    assert Together((charged(PointProfile(points, 1e-5)),) * 3).epsilon(1e-5) == math.inf
+    assert unsure.adaptive_epsilon(1e-5) > sure.adaptive_epsilon(1e-5)
+    hopeless = Together((charged(PointProfile(points, 1e-5)),) * 3)
+    assert hopeless.epsilon(1e-5) == hopeless.adaptive_epsilon(1e-5) == math.inf
 
 
 def test_one_run_is_its_promise_and_none_is_nothing():

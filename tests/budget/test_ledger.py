@@ -21,6 +21,7 @@ from quell.budget.entry import entry_of
 from quell.budget.ledger import spent
 from quell.errors import QuellError
 from quell.privacy import gaussian_epsilon
+from tests import documented
 
 SMALL = {"examples": 200, "batch_size": 20, "epochs": 2, "delta": 1e-5}
 
@@ -206,6 +207,13 @@ def test_a_full_disk_charges_nothing(budget, entry, monkeypatch):
     assert budget.path.read_bytes() == before
 
 
+def test_a_charge_is_on_the_disk_before_it_is_answered(budget, entry, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(lines.os, "fsync", lambda handle: (fsync(handle), synced.append(os.fstat(handle).st_size)))
+    budget.add(entry)
+    assert synced == [budget.path.stat().st_size]
+
+
 def _charge_many(path: Path, entry: Entry, writer: int, count: int, gate) -> None:
     gate.wait()
     own = Budget(path)
@@ -308,6 +316,7 @@ def test_the_command_does_the_same(tmp_path, plan):
         "naive_delta": 2e-5,
         "counted": 0,
     }
+    assert documented.in_tables("budget show") == [shown.keys()]
     assert shown["spent"]["counted"] == shown["spent"]["adaptive_epsilon"] == Budget(file).spent().epsilon
     assert "2 runs together" in run("show", file, "--delta", "1e-6")
     assert "all 11 claims hold" in run("verify", file)

@@ -15,7 +15,7 @@ from quell.privacy.composition import Charge, Together
 from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile
 from quell.privacy.selection import LAWS, Trials, delta_of, selected, selected_epsilon
 
-MOST = 200  # trials that are enumerated
+MOST = 1500  # trials that are enumerated
 
 
 @lru_cache
@@ -45,8 +45,13 @@ def profile_of(p, q):
     return PointProfile(tuple((e, max(hockey_stick(p, q, e), hockey_stick(q, p, e))) for e in epsilons))
 
 
+# With the example the middle outcome is likelier, and what beats it less likely: both count, the second one twice.
+CROWDED = np.array([0.7865, 0.0135, 0.2]), np.array([0.72, 0.01, 0.27])
+
+
 def toys():
     random = np.random.default_rng(3)
+    yield CROWDED
     yield np.array([0.6, 0.3, 0.1]), np.array([0.5, 0.3, 0.2])
     yield np.array([0.7, 0.299, 0.001, 0.0]), np.array([0.6, 0.4, 0.0, 0.0])  # one outcome gives everything away
     for _ in range(2):
@@ -55,7 +60,7 @@ def toys():
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("mean", [1.5, 5.0])
+@pytest.mark.parametrize("mean", [1.5, 5.0, 50.0])
 def test_no_score_releases_more_than_is_promised(law, mean):
     """All orders of all outcomes, both directions, many ε."""
     trials = Trials(mean, law)
@@ -83,6 +88,11 @@ def test_mutations_of_the_bound_would_be_caught():
     known = delta_of([profile_of(*answers)])
     ours, theirs = (released(each, (1, 0), trials) for each in answers)
     assert hockey_stick(theirs, ours, math.log(1.5)) > 5.0 * known(math.log(1.5)) + 0.01  # ρ left out
+    crowd = Trials(50.0)
+    known = delta_of([profile_of(*CROWDED)])
+    ours, theirs = (released(each, (0, 1, 2), crowd) for each in CROWDED)
+    once = 0.5 * crowd.loss(known)
+    assert hockey_stick(ours, theirs, math.log(1.35) + once) > 50.0 * known(math.log(1.35)) + 1e-4  # R instead of R²
     rare = np.array([0.999, 0.001]), np.array([1.0, 0.0])
     known = delta_of([profile_of(*rare)])
     ours, theirs = (released(each, (0, 1), trials) for each in rare)

@@ -329,7 +329,8 @@ def training_notes(seeded: bool, several: bool, validation: int, test: int) -> l
         found.append(
             f"Learning rates were chosen on {validation:,} examples held out from training, which the promise does not "
             "protect, from the same grid for all rows. Each private run is the best of a random number of trials. The "
-            "promise covers all of them, as long as their number, their scores and the other models stay secret."
+            "promise covers all of them, as long as their number, their scores and the other models stay secret. A "
+            "saved plan is that of one trial."
         )
     if test:
         found.append(f"Accuracy is measured on {test:,} examples held out from the file.")

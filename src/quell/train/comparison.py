@@ -12,6 +12,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ class Setting:
     max_grad_norm: float = 1.0
     seed: int | None = None  # makes runs repeatable and voids their privacy
     search: TuningPlan | None = None  # how private runs choose their learning rate; None: it is given
+    budget: Path | None = None  # which every private run is charged to, with its trials
 
     @property
     def run(self) -> Run:
@@ -161,7 +163,8 @@ def compare(
     def best_of_trials(arm: Arm, number: int) -> Trained:
         """One private run: the best of its trials, with the promise of all of them in its report."""
         assert recipe.search is not None
-        search = Search(recipe.search, {"lr": rates}, seed=None if recipe.seed is None else recipe.seed + number)
+        seed = None if recipe.seed is None else recipe.seed + number
+        search = Search(recipe.search, {"lr": rates}, budget=recipe.budget, seed=seed)
         for place, trial in enumerate(search.trials()):
             found = trained(arm, trial.parameters["lr"], _SEARCH_SEEDS * (number + 1) + place, f"run {number + 1}")
             trial.report(validated(found), found)
@@ -212,6 +215,7 @@ class _Training:
                 recipe.max_grad_norm,
                 mechanism=arm.mechanism,
                 key=None if seed is None else _seeded(seed),
+                budget=recipe.budget if recipe.search is None else None,  # a search is charged as a whole
             )
 
     def epoch(self) -> None:
