@@ -116,7 +116,7 @@ def test_five_learning_rates_cost_less_than_sixteen_tenths(epsilon):
     """Five trials on average of a Gaussian run, at δ = 10⁻⁵; five that are all released cost 2.4 to 2.8 times one."""
     profile = GaussianProfile(1 / gaussian_sigma(epsilon, 1e-5))
     assert selected_epsilon([profile], Trials(5.0), 1e-5) < 1.5 * epsilon
-    assert selected_epsilon([profile], Trials(5.0, "poisson"), 1e-5) < 1.7 * epsilon
+    assert selected_epsilon([profile], Trials(5.0, "truncated-poisson"), 1e-5) < 1.7 * epsilon
     assert Together((Charge(profile, epsilon, 1e-5),) * 5).epsilon(1e-5) > 2.4 * epsilon
 
 

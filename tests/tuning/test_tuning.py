@@ -55,7 +55,7 @@ def test_random_batches_and_several_sizes_share_one_promise():
 
 def test_ways_are_compared_before_anything_is_trained():
     compared = ways(8.0, 1e-5, 5, 5)
-    assert [way.law for way in compared] == ["geometric", "poisson", "all"]
+    assert [way.law for way in compared] == ["geometric", "truncated-poisson", "all"]
     assert compared[-1].noise == pytest.approx(5**0.5)
     assert compared[-1].missed == 0.0
     for way in compared[:2]:
@@ -188,7 +188,13 @@ def test_the_command_compares_and_plans():
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))] + ["--sampling", "cyclic"]
     result = CliRunner().invoke(cli.app, ["tune", *options], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
-    for text in ("➤ geometric", "poisson", "fixed", "The whole search: (4, 0.0001)-DP per example", "must stay secret"):
+    for text in (
+        "➤ geometric",
+        "truncated-poisson",
+        "fixed",
+        "The whole search: (4, 0.0001)-DP per example",
+        "must stay secret",
+    ):
         assert text in result.output
     found = json.loads(CliRunner().invoke(cli.app, ["tune", *options, "--json"]).output)
     assert documented.in_tables("tune") == [found.keys()]

@@ -9,7 +9,9 @@ from quell.cli.options import the_run, training
 from quell.errors import QuellError
 from quell.show import many_runs
 
-_LAW = "How many trials: geometric or poisson (a random number; the best is released), or all (a fixed number)."
+_LAW = (
+    "How many trials: geometric or truncated-poisson (a random number; the best is released), or all (a fixed number)."
+)
 
 
 def tune(

@@ -25,7 +25,7 @@ from quell.errors import QuellError, require_finite, short
 from quell.privacy.gaussian import gaussian_delta
 from quell.privacy.profile import GaussianProfile, PointProfile, Profile, both_ways, spread
 
-LAWS = ("geometric", "poisson")
+LAWS = ("geometric", "truncated-poisson")
 _MOST = 1e4  # trials, on average
 _TOP = 200.0  # the largest ε that is looked at
 
@@ -34,7 +34,7 @@ Delta = Callable[[float], float]  # from ε ≥ 0 to an upper bound on δ, in bo
 
 @dataclass(frozen=True)
 class Trials:
-    """A random number of trials, at least one: "geometric", or "poisson" without its zero.
+    """A random number of trials, at least one: "geometric", or "truncated-poisson" (a Poisson law without its zero).
 
     For the same mean the geometric law costs less privacy, and the Poisson law seldom makes very few or many trials.
 
@@ -84,7 +84,7 @@ class Trials:
 
     def loss(self, delta: Delta) -> float:
         """ln ρ: how much more ε a selection costs than one of its trials, whose δ(ε) is given (Proof 17)."""
-        if self.law == "poisson":
+        if self.law == "truncated-poisson":
             return self.rate * min(1.0, delta(0.0)) * (1 + 1e-12)
         low, high = 0.0, math.log(self.mean)  # at ln(mean) any δ is enough
         for _ in range(100):

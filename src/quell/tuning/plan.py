@@ -34,8 +34,8 @@ class Way:
     """One way of making trials under one promise.
 
     Args:
-        law: "geometric" or "poisson": a random number of trials, and only the best is released. "all": a fixed number,
-            and everything may be released, also to whatever proposes the next trial.
+        law: "geometric" or "truncated-poisson": a random number of trials, and only the best is released. "all": a
+            fixed number, and everything may be released, also to whatever proposes the next trial.
         trials: How many on average, or exactly for "all".
         trial_epsilon: ε of one trial at the promise's δ, for fixed batches.
         noise: Noise of one trial over that of a single run with the whole promise.
@@ -108,7 +108,7 @@ def ways(epsilon: float, delta: float, trials: float, settings: int) -> tuple[Wa
 
     >>> best, *others = ways(epsilon=4.0, delta=1e-5, trials=5, settings=5)
     >>> best.law, round(best.noise, 2), [(way.law, round(way.noise, 2)) for way in others]
-    ('geometric', 1.33, [('poisson', 1.48), ('all', 2.24)])
+    ('geometric', 1.33, [('truncated-poisson', 1.48), ('all', 2.24)])
     """
     epsilon, delta = require_privacy(epsilon, delta)
     settings, count = require_count("settings", settings), math.ceil(require_finite("trials", trials))
@@ -134,7 +134,7 @@ def tune(
         batch_size: One, or several to choose from.
         epsilon, delta: The promise of the whole search.
         trials: How many trials, on average.
-        law: "geometric", "poisson" or "all" (see `Way`). Default: the one with the least noise per trial.
+        law: "geometric", "truncated-poisson" or "all" (see `Way`). Default: the one with the least noise per trial.
         settings: How many settings there are to choose from, for `Way.missed`.
         progress: Called with (done, total, what) while plans are made.
         arguments: All other arguments of `quell.Run.from_data`.
