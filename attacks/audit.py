@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from scipy.special import logsumexp
-from scipy.stats import beta
 
 from attacks import truth
 from attacks.outcome import Outcome, Trial, by_group, spread
 from attacks.pricing import BANDED
 from quell import privacy, strategy, workload
+from quell.auditing.one_run import rate_bound
 from quell.noise import Key, NoiseSpec, NoiseStream
 from quell.schemes import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy import Strategy
@@ -115,14 +115,6 @@ def empirical_epsilon(likely: truth.Array, unlikely: truth.Array, delta: float) 
     """The ε that these scores prove: those of `likely` are larger."""
     half = min(len(likely), len(unlikely)) // 2
     candidates = np.quantile(likely[:half], 1 - np.geomspace(1.2 * delta, 0.5, 40))
-    bounds = [_bound(likely[:half] > t, unlikely[:half] > t, delta, 1e-2) for t in candidates]
+    bounds = [rate_bound(likely[:half] > t, unlikely[:half] > t, delta, 1e-2) for t in candidates]
     threshold = candidates[int(np.argmax(bounds))]
-    return max(0.0, _bound(likely[half:] > threshold, unlikely[half:] > threshold, delta, CONFIDENCE))
-
-
-def _bound(hits: Any, false_alarms: Any, delta: float, failure: float) -> float:
-    """ln((P − δ)/Q) with P from below and Q from above."""
-    k, m, j, n = int(hits.sum()), len(hits), int(false_alarms.sum()), len(false_alarms)
-    lower = float(beta.ppf(failure, k, m - k + 1)) if k else 0.0
-    upper = float(beta.ppf(1 - failure, j + 1, n - j)) if j < n else 1.0
-    return math.log((lower - delta) / upper) if lower > delta else -math.inf
+    return max(0.0, rate_bound(likely[half:] > threshold, unlikely[half:] > threshold, delta, CONFIDENCE))

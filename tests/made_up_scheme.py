@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from quell._types import Array
 from quell.errors import QuellError
 from quell.participation import Participation
 from quell.privacy.subsampled import CoinAccountant
 from quell.schemes.batches import Batches
+from quell.schemes.poisson import coin_evidence
 from quell.schemes.randomness import Indices, coin_flips
 from quell.schemes.scheme import Scheme
 from quell.strategy.structure import Strategy
@@ -53,6 +56,9 @@ class Halves(Scheme):
         half = stream.examples // 2
         first, size = (0, half) if step % 2 == 0 else (half, stream.examples - half)
         return np.asarray(first + coin_flips(stream.key, "halves", step, size, self.rate))
+
+    def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
+        return coin_evidence(seen, columns, 2, self.rate)
 
     def account(self, strategy: Strategy) -> CoinAccountant:
         if strategy.bands > 2:

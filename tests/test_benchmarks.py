@@ -42,3 +42,15 @@ def test_the_table_has_a_line_for_every_contender(tmp_path: Path) -> None:
     assert [line[1] for line in lines[:3]] == ["not private", "Quell", "not private"]
     assert "Quell" in {line[1] for line in lines[3:]}
     assert all(float(line[2]) > 0 and float(line[5]) >= 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_fine_tuning_is_compared_with_the_plain_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    file = tmp_path / "table.md"
+    command = [sys.executable, str(HERE / "finetune.py"), "--device", "cpu", "--tiny", "--markdown", str(file)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    rows = [
+        line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith(("| Trainer", "| Private"))
+    ]
+    assert len(rows) == 2

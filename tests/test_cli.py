@@ -86,6 +86,9 @@ def test_plan_saves_a_file_that_verifies(tmp_path):
     verified, printed = json.loads(quell("verify", str(path), "--json")), json.loads(quell(*PLAN, "--json"))
     assert verified["true"] is True
     assert printed == {**json.loads(path.read_text()), "meaning": verified["meaning"]}
+    assert "Nothing was found that breaks the promise" in " ".join(
+        quell("audit", str(path), "--canaries", "500").split()
+    )
 
 
 def test_a_false_plan_fails_loudly(tmp_path):
@@ -161,6 +164,8 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     assert documented.in_tables("plan") == [planned.keys()]
     checked = printed("verify", str(path))
     assert documented.quoted(documented.section("verify")) == checked.keys() | checked["checks"][0].keys()
+    audited = printed("audit", str(path), "--canaries", "100")
+    assert documented.quoted(documented.section("audit")) == audited.keys() | audited["bound"].keys()
     assert documented.quoted(documented.section("mechanisms")) == printed("mechanisms")[0].keys()
     monkeypatch.setenv("QUELL_CACHE", str(tmp_path))
     assert documented.quoted(documented.section("bench")) == printed("bench", "--parameters", "20000").keys()

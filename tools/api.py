@@ -2,8 +2,8 @@
 
     python -m tools.api
 
-Public is what `__all__` of `quell`, `quell.budget`, `quell.tuning`, `quell.torch`, `quell.jax` and `quell.research`
-names. A test fails where the page is not up to date, and where a public name or method has no docstring.
+Public is what `__all__` of the rooms in `ROOMS` names. A test fails where the page
+is not up to date, and where a public name or method has no docstring.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("quell", "quell.budget", "quell.tuning", "quell.torch", "quell.jax", "quell.research")
+ROOMS = ("quell", "quell.budget", "quell.tuning", "quell.torch", "quell.jax", "quell.auditing", "quell.research")
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
 

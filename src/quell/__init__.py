@@ -51,6 +51,7 @@ _HOMES = {
 
 _ROOMS = (
     "analysis",
+    "auditing",
     "budget",
     "costs",
     "jax",

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from quell.jax import check, privatize, slices
+from quell.jax import check, kernels, privatize, slices
 from quell.jax import normals as made
 from quell.noise import NoiseStream, generators
 from quell.noise.audit import audit
@@ -64,7 +64,7 @@ def differing(case: str, generator: str, where: Any, steps: int) -> int:
     return count
 
 
-QUICK = [("regenerate", "chacha20"), ("exponentials", "chacha8")]  # rings: in a shard_map below; trees: unsharded
+QUICK = [("regenerate", "chacha20")]  # others: rings in a shard_map, trees unsharded, exponentials in a scan, all below
 ALL = [
     pytest.param(kind, generator, marks=[] if (kind, generator) in QUICK else pytest.mark.slow)
     for kind in RECURRENCES
@@ -92,30 +92,70 @@ def test_fewer_devices_make_the_same_bits(sizes: tuple[int, ...], recurrence: st
     assert differing(RECURRENCES[recurrence], generator, mesh(*sizes), steps=3) == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices.Slice, "base", lambda self, coordinate: jnp.zeros((), jnp.uint32))
     assert differing("independent", "philox", mesh(2, 1), steps=1) > 1000
 
 
-@pytest.mark.parametrize(("generator", "rare"), [("chacha20", [4851, 29853]), ("philox", [13609, 121104])])
-def test_normals_of_rare_radius_words_and_far_blocks(generator: str, rare: list[int]) -> None:
-    """These tiles have a radius word below 2¹², which takes a second word."""
-    key = seeded(5)
+RARE = {"chacha20": [4851, 29853], "philox": [13609, 121104]}  # tiles with a radius word below 2¹²: it takes a second
+
+SLOW = [("philox", False), ("chacha20", True), ("philox", True)]
+
+
+@pytest.mark.parametrize(
+    ("generator", "kernel"),
+    [("chacha20", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+)
+def test_normals_of_rare_radius_words_and_far_blocks(generator: str, kernel: bool) -> None:
+    key, rare = seeded(5), RARE[generator]
     for tile in rare:
         blocks = np.arange(tile * LANES, (tile + 1) * LANES, dtype=np.uint64)
         assert generators.words(generator, key, 3, 1, blocks, DRAW)[0::2].min() < REFINE_BELOW
     size = tile_size(generator)
-    tiles = np.array([*rare, 0, 2**32 // size - 1], np.uint32)
+    tiles = np.array([*rare, *range(13), 2**32 // size - 1], np.uint32)
     keys = np.stack([generators.key_words(generator, key, number) for number in (0, 1)])
 
     @jax.jit
     def some(keys: Any, zero: Any, step: Any, tiles: Any) -> Any:
-        return made.normals(made.Source(generator, keys, zero), step, jnp.ones(len(tiles), jnp.uint32), tiles)
+        source, tensors = made.Source(generator, keys, zero), jnp.ones(len(tiles), jnp.uint32)
+        if kernel:
+            return kernels.fresh(source, step, None, tensors, tiles, interpret=True)
+        return made.normals(source, step, tensors, tiles)
 
     found = np.asarray(some(keys, np.uint32(0), np.int32(3), tiles)).reshape(len(tiles), size)
     for tile, normals in zip(tiles, found, strict=True):
         expected = generators.normals(generator, key, 3, 1, int(tile) * size, size)
         np.testing.assert_array_equal(normals, expected)
+
+
+@pytest.mark.parametrize("generator", ["chacha20", pytest.param("philox", marks=pytest.mark.slow)])
+def test_the_kernel_compiles_for_gpus(generator: str) -> None:
+    """To Triton's intermediate language: where JAX and the GPU are one machine, Triton does the rest."""
+    like = jax.ShapeDtypeStruct((64,), jnp.uint32)
+
+    def noise(keys: Any, zero: Any, step: Any, tiles: Any) -> Any:
+        source = made.Source(generator, keys, zero)
+        return kernels.fresh(source, step, jnp.ones(3), tiles, tiles), kernels.fresh(source, step, None, tiles, tiles)
+
+    words = generators.key_words(generator, seeded(1), 0).size
+    args = [jax.ShapeDtypeStruct(*each) for each in (((5, words), jnp.uint32), ((), jnp.uint32), ((), jnp.int32))]
+    lowered = jax.jit(noise).trace(*args, like).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("quell_noise") >= 2
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "generator"),
+    [
+        pytest.param(kind, generator, marks=[] if (kind, generator) == ("regenerate", "chacha8") else pytest.mark.slow)
+        for kind in RECURRENCES
+        for generator in WORDS
+    ],
+)
+def test_the_kernel_makes_the_bits_of_numpy(monkeypatch: pytest.MonkeyPatch, recurrence: str, generator: str) -> None:
+    monkeypatch.setattr("quell.jax.private._platform", lambda leaves: kernels.INTERPRETED)
+    where = None if (recurrence, generator) == ("regenerate", "chacha8") else mesh(4, 2)
+    assert differing(RECURRENCES[recurrence], generator, where, steps=4) == 0
 
 
 def test_many_pieces_make_the_bits_of_one() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quell.torch.engine.layers import LayerEngine
+from quell.torch.losses import next_token_losses, token_losses
 
 transformers = pytest.importorskip("transformers")
-from quell.torch.huggingface import next_token_losses, token_losses  # noqa: E402
 
 WORDS, LENGTH, CLASSES, IMAGE = 30, 9, 3, 8
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

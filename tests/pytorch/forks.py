@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -41,9 +40,9 @@ def wait_all(children: list[int]) -> bool:
     return sound
 
 
-def run_script(path: Path, *arguments: object, timeout: float) -> None:
+def run_script(*arguments: object, timeout: float) -> None:
     """Run a script and everything it forks; a hang or a failure is an error, and nothing is left behind."""
-    command = [sys.executable, "-W", "ignore", str(path), *map(str, arguments)]
+    command = [sys.executable, "-W", "ignore", *map(str, arguments)]
     process = subprocess.Popen(command, start_new_session=True)
     try:
         assert process.wait(timeout) == 0

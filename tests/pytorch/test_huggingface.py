@@ -12,11 +12,12 @@ from torch.utils.data import Dataset
 
 from quell.errors import QuellError
 from quell.torch import make_private
-from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
+from tests.pytorch.conftest import small_plan
 from tests.pytorch.training import without_noise
 
 transformers = pytest.importorskip("transformers")
-from quell.torch.huggingface import PrivateTrainer, next_token_losses, token_losses  # noqa: E402
+from quell.torch.huggingface import PrivateTrainer  # noqa: E402
+from quell.torch.losses import next_token_losses, token_losses  # noqa: E402
 
 LENGTH, BOUND, RATE = 7, 0.3, 0.5
 
@@ -94,10 +95,20 @@ def trainer_of(model, folder, plan, private=None, options=None, **more):
         arguments(folder, **(options or {})),
         train_dataset=Sentences(causal),
         plan=plan,
-        example_losses=next_token_losses if causal else None,
         private=private,
         **more,
     )
+
+
+class Stop(transformers.TrainerCallback):
+    """A crash after so many steps, when what was due to be saved is."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
 
 
 def step_by_hand(model, data, batch, bound):
@@ -151,7 +162,7 @@ def test_training_resumes_from_a_checkpoint(plan, tmp_path):
     straight = trainer_of(bert(0.3), tmp_path, plan, {"key": key}, saving)
     straight.train()
     straight.optimizer.close()
-    resumed = trainer_of(bert(0.3), tmp_path / "again", plan, {"key": key}, replay=True)
+    resumed = trainer_of(bert(0.3), tmp_path / "again", plan, {"key": key})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.privacy_report().steps_done == plan.steps
     for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
@@ -224,9 +235,10 @@ def test_an_examples_loss_does_not_depend_on_the_others():
     [
         ({"num_train_epochs": 3}, "pass num_train_epochs=2"),
         ({"max_steps": 11}, "the plan covers 10 steps"),
-        ({"gradient_accumulation_steps": 2}, "must be 1"),
         ({"fp16": True}, "use bf16"),
         ({"label_smoothing_factor": 0.1}, "pass example_losses"),
+        ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
+        ({"include_num_input_tokens_seen": True}, "how long the private examples are"),
     ],
 )
 def test_arguments_that_would_break_the_promise_are_refused(plan, tmp_path, options, message):
@@ -234,17 +246,11 @@ def test_arguments_that_would_break_the_promise_are_refused(plan, tmp_path, opti
         trainer_of(bert(), tmp_path, plan, None, options)
 
 
-@pytest.mark.parametrize("private", [{"physical_batch_size": 3}, {"fixed_shape": True}])
-def test_parts_of_batches_of_random_size_are_refused(tmp_path, private):
-    """Trainer would stop early: it takes as many parts as the loader has on average."""
-    with pytest.raises(QuellError, match="Trainer has to know how many: leave them out"):
-        trainer_of(bert(), tmp_path, unpriced_poisson_plan(), private)
-
-
-def test_parts_of_fixed_batches(plan, tmp_path):
-    trainer = trainer_of(bert(), tmp_path, plan, {"physical_batch_size": 3})
-    trainer.train()
-    assert trainer.privacy_report().steps_done == plan.steps
+def test_checkpoints_are_not_published(plan, tmp_path):
+    trainer = trainer_of(bert(), tmp_path, plan)
+    trainer.args.push_to_hub, trainer.args.hub_strategy = True, "all_checkpoints"
+    with pytest.raises(QuellError, match="would publish checkpoints, which can hold noise"):
+        trainer._refuse_what_would_break_the_promise(trainer.args)
 
 
 def test_a_loss_that_is_not_per_example_is_refused(plan, tmp_path):

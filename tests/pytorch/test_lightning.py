@@ -10,8 +10,10 @@ import torch
 from torch.nn import functional
 
 from quell.errors import QuellError
-from quell.torch import make_private
-from tests.pytorch.training import examples, network, seeded, train
+from quell.noise import claims
+from quell.torch import PlanMismatchWarning, make_private
+from tests.pytorch.conftest import unpriced_poisson_plan
+from tests.pytorch.training import examples, network, seeded, train, without_noise
 
 pl = pytest.importorskip("pytorch_lightning")
 from quell.torch.lightning import Private  # noqa: E402
@@ -69,10 +71,83 @@ def test_fit_goes_on_from_a_checkpoint(plan, tmp_path):
     trainer(tmp_path, private, keep, enable_checkpointing=True).fit(straight, private.loader)
     private.optimizer.close()
     resumed = Module(dropout=0.3)
-    private = Private(plan, examples(), key=key, replay=True)
+    private = Private(plan, examples(), key=key)
     trainer(tmp_path, private).fit(resumed, private.loader, ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
     assert private.privacy_report().steps_done == plan.steps
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
+
+
+class Stop(pl.Callback):
+    """A crash after so many steps, when what was due to be saved is."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *arguments):
+        if trainer.global_step == self.step:
+            raise RuntimeError("a crash")
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using", "ignore:Checkpoint directory")
+@pytest.mark.parametrize(("stop", "file"), [(2, "start.ckpt"), (5, "last.ckpt")])
+def test_a_crash_is_resumed(stop, file, plan, tmp_path):
+    """Before the first checkpoint; and where the newest was damaged, from the one that it replaced."""
+    found = []
+    for number, crash in enumerate((stop, None)):
+        claims._claims.clear()
+        torch.manual_seed(5 + number)
+        module, private = Module(dropout=0.3), Private(plan, examples(), key=tmp_path / "key")
+        keep = pl.callbacks.ModelCheckpoint(
+            tmp_path, filename="last", every_n_train_steps=2, enable_version_counter=False
+        )
+        stops = [Stop(crash)] if crash else []
+        fitted = trainer(tmp_path, private, keep, *stops, enable_checkpointing=True)
+        if crash:
+            with pytest.raises(RuntimeError, match="a crash"):
+                fitted.fit(module, private.loader)
+        else:
+            path = tmp_path / file
+            if file == "last.ckpt":
+                path.write_bytes(path.read_bytes()[:-9])
+                with pytest.warns(UserWarning, match="is damaged: going on from the checkpoint before"):
+                    fitted.fit(module, private.loader, ckpt_path=path, weights_only=True)
+            else:
+                fitted.fit(module, private.loader, ckpt_path=path, weights_only=True)
+        private.optimizer.close()
+        found.append(private)
+    assert found[1].privacy_report().steps_done == plan.steps
+
+
+@pytest.mark.parametrize("physical", [1, 3])
+def test_every_planned_step_is_taken_where_batches_come_in_parts(physical, tmp_path):
+    """Batches of random size; schedulers and the trainer count planned steps."""
+    plan, found = without_noise(unpriced_poisson_plan()), []
+    for size in (physical, None):
+        claims._claims.clear()
+        private, module = Private(plan, examples(12), key=seeded(5), physical_batch_size=size), Module(schedule=True)
+        fitted = trainer(tmp_path, private)
+        fitted.fit(module, private.loader)
+        assert private.privacy_report().steps_done == fitted.global_step == plan.steps
+        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_an_end_before_the_plans_is_not_silent(plan, tmp_path):
+    """Lightning takes a checkpoint that was saved after `fit` had stopped in the middle of an epoch for its end."""
+    path = tmp_path / "stopped.ckpt"
+    for options in ({"max_steps": 3, "max_epochs": -1}, {}):
+        claims._claims.clear()
+        private, module = Private(plan, examples(), key=tmp_path / "key"), Module()
+        fitted = trainer(tmp_path, private, **options)
+        if options:
+            fitted.fit(module, private.loader)
+            fitted.save_checkpoint(path)
+        else:
+            with pytest.warns(
+                PlanMismatchWarning, match=r"5 of 10 planned steps were taken.* max_steps=10, max_epochs=-1"
+            ):
+                fitted.fit(module, private.loader, ckpt_path=path, weights_only=True)
+        private.optimizer.close()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The command `quell`: one file per command, which parses its options, makes one call, and shows the result.
 
 Bad input is answered with one sentence on standard error and exit status 2; a plan that fails verification with
-status 1.
+status 1, and so is one that an audit breaks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from quell import __version__
-from quell.cli import bench, budget, compare, mechanisms, plan, price, serve, terminal, train, tune, verify
+from quell.cli import audit, bench, budget, compare, mechanisms, plan, price, serve, terminal, train, tune, verify
 from quell.errors import QuellError
 
 HELP = """
@@ -32,7 +32,7 @@ Each step's noise partly cancels that of earlier steps. Far less of it stays in 
   quell compare bisr --bands 2,4,8 --steps 3900 --epochs 10 \\
       --epsilon 8 --delta 1e-5
 
-Exit status: 0 success, 1 a plan fails verification, 2 invalid request, 130 interrupted by Ctrl-C.
+Exit status: 0 success, 1 a plan fails verification or an audit, 2 invalid request, 130 interrupted by Ctrl-C.
 """
 
 _INTERRUPTED = 130  # the exit status of programs that Ctrl-C ended
@@ -52,6 +52,7 @@ for command in (
     price.price,
     compare.compare,
     verify.verify,
+    audit.audit,
     train.train,
     tune.tune,
     mechanisms.mechanisms,

@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
+from quell.jax.convolutions import with_products
 
 BLOCK = 32  # squares are added in blocks of so many, those in blocks again, so that each takes part in few additions
 RAISED = 1 + 2.0**-14  # at most 7 levels of 32 additions for 2³² squares, 2⁻²⁴ each: 2⁻¹⁶ of the sum is not reached
@@ -55,11 +56,14 @@ def clipped_grad(loss: Callable[..., Any], max_grad_norm: float, *, micro_batch:
         counts = jnp.ones(count, bool) if mask is None else jnp.asarray(mask, bool)
         if counts.shape != (count,):
             raise QuellError(f"mask has shape {counts.shape}, but the batch has {count:,} rows: one entry for each")
-        size = max(1, min(rows, count))
-        cut = jax.tree_util.tree_map(lambda leaf: _cut(leaf, size), (batch, counts))
         zeros = jax.tree_util.tree_map(lambda leaf: jnp.zeros(leaf.shape, f32), params)
+        if 0 < count <= rows:
+            return _added(loss, bound, params, zeros, batch, counts)
+        cut = jax.tree_util.tree_map(lambda leaf: _cut(leaf, rows), (batch, counts))
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
+            if mask is None:  # every micro-batch has rows that count
+                return _added(loss, bound, params, total, *part), None
             return lax.cond(jnp.any(part[1]), lambda: _added(loss, bound, params, total, *part), lambda: total), None
 
         return lax.scan(add, zeros, cut)[0]
@@ -68,7 +72,8 @@ def clipped_grad(loss: Callable[..., Any], max_grad_norm: float, *, micro_batch:
 
 
 def _added(loss: Callable[..., Any], bound: float, params: Any, total: Any, units: Any, counts: Array) -> Any:
-    gradients = jax.vmap(jax.grad(loss), in_axes=(None, *[0] * len(units)))(params, *units)
+    each = jax.vmap(jax.grad(loss), in_axes=(None, *[0] * len(units)))
+    gradients = with_products(each, len(counts))(params, *units)
     unit = f32(2.0 ** math.frexp(bound)[1])  # norms are measured in this, so that squares neither overflow nor vanish
     squares = sum(
         _sum_of_squares(leaf.astype(f32).reshape(len(counts), leaf[0].size) / unit)

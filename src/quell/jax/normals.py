@@ -1,11 +1,7 @@
 """The normals of `quell.noise` in XLA: the same key, counters, layout and float32 arithmetic, traced by JAX.
 
-**Why the bits agree.** Words are integers, so they agree everywhere. Normals need `fma`, which XLA does not have, and
-products that are rounded on their own, which XLA does not promise: LLVM contracts a·b + c into one fma wherever it
-sees both, on NVIDIA GPUs and on CPUs that have the instruction (x86 since 2013, all 64-bit ARM). So every wanted fma
-is written a·b + c, where nothing stands between product and sum; and every product that must be rounded before it is
-added passes through `apart`, which the compiler cannot look through. The tests compare the bits with NumPy's
-reference and with the compiled CPU path. On a CPU without fma the normals agree to float32 rounding.
+Tests compare the bits with NumPy's reference and with the compiled CPU path; `quell.jax.arithmetic` says why they
+agree.
 """
 
 from __future__ import annotations
@@ -15,10 +11,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from quell.jax.arithmetic import Traced, pair, refined, uniform
 from quell.noise import generators, normal
 from quell.noise.layout import DRAW, LANES, REFINE, WORDS, chacha_rounds
 
-u32, f32 = jnp.uint32, jnp.float32
+u32 = jnp.uint32
 
 
 class Source(NamedTuple):
@@ -27,6 +24,10 @@ class Source(NamedTuple):
     generator: str
     keys: Array  # (tensors, words): 8 words for ChaCha, the same for all tensors, and 2 for Philox
     zero: Array
+
+    @property
+    def how(self) -> Traced:
+        return Traced(self.zero)
 
 
 def normals(source: Source, step: Array, tensor: Array, tile: Array) -> Array:
@@ -46,13 +47,10 @@ def normals(source: Source, step: Array, tensor: Array, tile: Array) -> Array:
 
     nothing = jnp.zeros((WORDS[source.generator], len(tile), LANES), u32)
     _, words, second = lax.while_loop(wanted, draw, (u32(DRAW), nothing, nothing))
-    made = jnp.stack(_pair(words[0::2], words[1::2], second[0::2], source.zero), axis=1)
+    how, w = source.how, words[0::2]
+    u = refined(how, w, second[0::2], uniform(how, w))
+    made = jnp.stack(pair(how, w, u, words[1::2]), axis=1)
     return jnp.moveaxis(made.reshape(words.shape), 0, 1)
-
-
-def apart(product: Array, zero: Array) -> Array:
-    """The product, rounded: what is added to it later cannot become one fma with it."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(product, u32) ^ zero, f32)
 
 
 def _words(source: Source, step: Array, tensor: Array, tile: Array, purpose: Array) -> Array:
@@ -87,14 +85,14 @@ def _chacha(rounds: int, key: Array, counter: Array) -> Array:
 def _philox(keys: Array, counter: list[Array]) -> Array:
     def one(number: Array, c: list[Array]) -> list[Array]:
         k0, k1 = (keys[:, i, None] + u32(generators.PHILOX_KEY_STEPS[i]) * number.astype(u32) for i in (0, 1))
-        low0, high0 = _product(c[0], generators.PHILOX_MULTIPLIERS[0])
-        low1, high1 = _product(c[2], generators.PHILOX_MULTIPLIERS[1])
+        low0, high0 = product(c[0], generators.PHILOX_MULTIPLIERS[0])
+        low1, high1 = product(c[2], generators.PHILOX_MULTIPLIERS[1])
         return [high1 ^ c[1] ^ k0, low1, high0 ^ c[3] ^ k1, low0]
 
     return jnp.stack(lax.fori_loop(0, 10, one, counter))
 
 
-def _product(x: Array, factor: int) -> tuple[Array, Array]:
+def product(x: Array, factor: int) -> tuple[Array, Array]:
     """The low and high words of a product, in 32-bit arithmetic."""
     half = u32(0xFFFF)
     low, high = x & half, x >> 16
@@ -102,32 +100,3 @@ def _product(x: Array, factor: int) -> tuple[Array, Array]:
     cross, other = high * f_low, low * f_high
     carried = (low * f_low >> 16) + (cross & half) + (other & half)
     return x * u32(factor), high * f_high + (cross >> 16) + (other >> 16) + (carried >> 16)
-
-
-def _pair(w: Array, angle: Array, refinement: Array, zero: Array) -> tuple[Array, Array]:
-    """`quell.noise.normal.pairs`, operation by operation."""
-    near_one = w >= u32(normal.NEAR_ONE)
-    value = jnp.where(near_one, ~w, w).astype(f32) + f32(0.5)
-    finer = (refinement.astype(f32) + f32(0.5)) * f32(2.0**-32) + w.astype(f32)
-    value = jnp.where(w < u32(normal.REFINE_BELOW), finer, value)
-    offset = lax.bitcast_convert_type(value, jnp.int32) - jnp.int32(normal.ROOT_HALF_BITS)
-    exponent = ((offset >> 23) - 32).astype(f32)
-    bits = (offset & jnp.int32(normal.MANTISSA)) + jnp.int32(normal.ROOT_HALF_BITS)
-    m = jnp.where(near_one, value * f32(-(2.0**-32)), lax.bitcast_convert_type(bits, f32) - f32(1))
-    exponent = apart(jnp.where(near_one, f32(0), exponent), zero)  # else LLVM multiplies before it chooses
-    size = jnp.sqrt(exponent * f32(normal.MINUS_TWO_LN2) + apart(m * _polynomial(normal.LOG, m), zero))
-    t = lax.bitcast_convert_type((angle << 2) | u32(2), jnp.int32).astype(f32) * f32(2.0**-32)
-    square = t * t
-    sine = t * _polynomial(normal.SIN, square)
-    cosine = lax.bitcast_convert_type(_polynomial(normal.COS, square), u32) ^ (angle & u32(0x80000000))
-    cosine = lax.bitcast_convert_type(cosine, f32)
-    swap = (angle & u32(0x40000000)) != 0
-    first, last = jnp.where(swap, sine, cosine), jnp.where(swap, cosine, sine)
-    return apart(size * first, zero), apart(size * last, zero)
-
-
-def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
-    value = f32(coefficients[-1])
-    for coefficient in coefficients[-2::-1]:
-        value = value * x + f32(coefficient)
-    return value

@@ -31,7 +31,7 @@ from quell.adapters.scheme import scheme_of
 from quell.adapters.secrets import opened
 from quell.errors import QuellError, require_finite
 from quell.jax.normals import Source
-from quell.jax.rows import AT_ONCE, AT_ONCE_ON_GPU, Row, add_row
+from quell.jax.rows import Row, add_row
 from quell.jax.slices import Slice
 from quell.noise import Key, Ledger, NoiseSpec
 from quell.noise.fingerprint import Fingerprint
@@ -185,7 +185,7 @@ class Host:
         spec = replace(spec, promise=f"{spec.promise} {described(names, leaves)}")
         self.spec, self.key, self.generator = spec, key, generator
         self._recipe, self._expected = spec.recipe(), np.float32(expected)
-        self._at_once = AT_ONCE if _platform(leaves) == "cpu" else AT_ONCE_ON_GPU
+        self._platform = _platform(leaves)
         self._name = np.frombuffer(
             blake2b(f"{key.id} {spec.made_by(generator)}".encode(), digest_size=16).digest(), "<u4"
         )
@@ -200,6 +200,7 @@ class Host:
                 kept.close()
             raise
         self._witness = None if kept is None else Fingerprint(key, shards, None)
+        self._words = np.stack([key_words(generator, key, number) for number in range(len(leaves))])
         self._begun = False
         self._compiled = jax.jit(partial(self._update, ()))  # callbacks and shard_map want a traced program
         self.mechanism: Any = None
@@ -235,7 +236,7 @@ class Host:
         def step(step: Array, keys: Array, zero: Array, sums: Any, buffers: Any) -> Any:
             source = Source(self.generator, keys, zero)
             row = Row.of(self._recipe, step)
-            return add_row(self._recipe, source, self._slices, lax.axis_index, row, sums, buffers, self._at_once)
+            return add_row(self._recipe, source, self._slices, lax.axis_index, row, sums, buffers, self._platform)
 
         made: Callable[..., Any] = step
         if self._mesh is not None and not manual:
@@ -270,8 +271,7 @@ class Host:
     def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:
         """The host's answer, from one device: refusal, keys, zero and the expected batch size."""
         shown = [_gathered(total, where) if manual else total for total, where in zip(sums, self._slices, strict=True)]
-        words = key_words(self.generator, self.key, 0).size
-        shapes = (((), jnp.int32), ((len(self._slices), words), jnp.uint32), ((), jnp.uint32), ((), jnp.float32))
+        shapes = (((), jnp.int32), (self._words.shape, jnp.uint32), ((), jnp.uint32), ((), jnp.float32))
         expected = tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
         given = (state.step, state.refused, state.run, shown if self._witness is not None else [])
 
@@ -286,7 +286,6 @@ class Host:
 
     def _answer(self, step: Any, refused: Any, run: Any, sums: Any) -> tuple[Any, ...]:
         """Runs on the host, once per step, before anything of the step is released."""
-        words = [key_words(self.generator, self.key, number) for number in range(len(self._slices))]
         code = 0
         if int(refused) == 0:
             try:
@@ -294,7 +293,7 @@ class Host:
             except QuellError as problem:
                 _REFUSALS.append(str(problem))
                 code = len(_REFUSALS)
-        told = np.zeros_like(words) if code or int(refused) else np.stack(words)
+        told = np.zeros_like(self._words) if code or int(refused) else self._words
         return np.int32(code), told, np.uint32(0), self._expected
 
     def _allow(self, step: int, run: Any, sums: list[Any]) -> None:
@@ -323,8 +322,10 @@ def _gathered(total: Array, where: Slice) -> Array:
 
 
 def _platform(leaves: Sequence[Any]) -> str:
+    """What makes the noise: "cpu", "cuda", or another name."""
     sharding = getattr(leaves[0], "sharding", None)
-    return str(jax.default_backend() if sharding is None else next(iter(sharding.device_set)).platform)
+    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
+    return "cuda" if "cuda" in str(device.client.platform_version) else str(device.platform)
 
 
 def _states(state: Any) -> list[NoiseState]:

@@ -13,15 +13,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from quell.jax.normals import Source, apart, normals
+from quell.jax import kernels
+from quell.jax.arithmetic import Traced
+from quell.jax.normals import Source, normals
 from quell.jax.slices import Cover, Slice
 from quell.noise.layout import LANES, tile_size
 from quell.noise.spec import Recipe
 
 WHOLE = 2.0**23  # float32 numbers from here on are whole
 UNROLLED = 16  # kept rows that are added without a loop
-AT_ONCE = 2**17  # normals made at once on a CPU, whose cache they fit
-AT_ONCE_ON_GPU = 2**24
+AT_ONCE = {"cpu": 2**17}  # normals made at once, by platform: on a CPU as many as fit its cache
+AT_ONCE_ELSEWHERE = 2**24
 
 f32, u32 = jnp.float32, jnp.uint32
 
@@ -54,26 +56,32 @@ def add_row(
     row: Row,
     sums: Sequence[Array],
     buffers: Sequence[Array],
-    at_once: int = AT_ONCE,
+    platform: str,
 ) -> tuple[list[Array], list[Array]]:
     """The noisy slices, in float32, and the slices' buffers (count, *local) after this step."""
     bases = jnp.stack([where.base(coordinate) for where in slices])
     cover = Cover(slices, tile_size(source.generator))
-    noises = cover.cut(_fresh(recipe, source, cover, bases, row, at_once), bases)
+    noises = cover.cut(_fresh(recipe, source, cover, bases, row, platform), bases)
     added, kept = [], []
     for noise, total, old in zip(noises, sums, buffers, strict=True):
         made, after = noise.reshape(total.shape), old
         if recipe.kind != "regenerate":
-            made, slot, new = _KINDS[recipe.kind](row, made, old, source.zero)
+            made, slot, new = _KINDS[recipe.kind](row, made, old, source.how)
             after = lax.dynamic_update_slice(old, new, (slot, *[0] * total.ndim))
-        added.append(_released(total.astype(f32), made, row, source.zero))
+        added.append(_released(total.astype(f32), made, row, source.how))
         kept.append(after)
     return added, kept
 
 
-def _fresh(recipe: Recipe, source: Source, cover: Cover, bases: Array, row: Row, at_once: int) -> Array:
+def _fresh(recipe: Recipe, source: Source, cover: Cover, bases: Array, row: Row, platform: str) -> Array:
     """The new normals of every tile; of a `regenerate`, which keeps none, the sum with those of older steps."""
-    together = max(1, min(cover.tiles, at_once // tile_size(source.generator)))
+    if platform in kernels.PLATFORMS:
+        taps = row.taps if recipe.kind == "regenerate" else None
+        together = kernels.TOGETHER[source.generator]
+        numbers = jnp.arange(-(-cover.tiles // together) * together, dtype=u32)
+        where = cover.addresses(numbers, bases)
+        return kernels.fresh(source, row.step, taps, *where, interpret=platform == kernels.INTERPRETED)
+    together = max(1, min(cover.tiles, AT_ONCE.get(platform, AT_ONCE_ELSEWHERE) // tile_size(source.generator)))
 
     def some(first: Array) -> Array:
         tensor, tile = cover.addresses(first * u32(together) + jnp.arange(together, dtype=u32), bases)
@@ -89,24 +97,24 @@ def _fresh(recipe: Recipe, source: Source, cover: Cover, bases: Array, row: Row,
     return lax.map(some, jnp.arange(-(-cover.tiles // together), dtype=u32))
 
 
-def _ring(row: Row, new: Array, kept: Array, zero: Array) -> tuple[Array, Array, Array]:
+def _ring(row: Row, new: Array, kept: Array, how: Traced) -> tuple[Array, Array, Array]:
     count = len(kept)
 
     def add(d: Array | int, noise: Array) -> Array:
         return row.taps[d] * kept[(row.step + count - d) % count] + noise
 
-    noise = lax.fori_loop(1, count + 1, add, apart(row.taps[0] * new, zero), unroll=min(count, UNROLLED))
+    noise = lax.fori_loop(1, count + 1, add, how.product(row.taps[0], new), unroll=min(count, UNROLLED))
     return noise, row.step % count, noise[None]
 
 
-def _exponentials(row: Row, new: Array, kept: Array, zero: Array) -> tuple[Array, Array, Array]:
+def _exponentials(row: Row, new: Array, kept: Array, how: Traced) -> tuple[Array, Array, Array]:
     count, noise = len(kept), new
     for i in range(count):
         noise = row.taps[i] * kept[i] + noise
     return noise, jnp.int32(0), row.taps[count:].reshape(-1, *[1] * new.ndim) * kept + new
 
 
-def _fenwick(row: Row, new: Array, kept: Array, zero: Array) -> tuple[Array, Array, Array]:
+def _fenwick(row: Row, new: Array, kept: Array, how: Traced) -> tuple[Array, Array, Array]:
     plus, minus, keep = row.moves[0], row.moves[1], row.moves[2]
     node = new + jnp.where(plus >= 0, kept[plus], f32(0))
     return node - jnp.where(minus >= 0, kept[minus], f32(0)), keep, node[None]
@@ -115,9 +123,9 @@ def _fenwick(row: Row, new: Array, kept: Array, zero: Array) -> tuple[Array, Arr
 _KINDS = {"ring": _ring, "exponentials": _exponentials, "fenwick": _fenwick}
 
 
-def _released(gradient: Array, noise: Array, row: Row, zero: Array) -> Array:
+def _released(gradient: Array, noise: Array, row: Row, how: Traced) -> Array:
     """gradient + noise, rounded to a multiple of the grid; from 2²³ times the grid on, every float32 is one."""
-    total = gradient + apart(noise * row.scale, zero)
+    total = gradient + how.product(noise, row.scale)
     units = total * row.inverse
     nearest = jnp.floor(units + f32(0.5)) * row.grid  # halves go up: to even, odd multiples would be rarer
     return jnp.where(jnp.abs(units) < f32(WHOLE), nearest, total)

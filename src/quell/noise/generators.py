@@ -77,14 +77,19 @@ def chacha_block(rounds: int, key: Words, counter: tuple[Words, Words, Words, Wo
     start = [like * np.uint32(value) for value in (*CHACHA_CONSTANTS, *key)] + list(counter)
     x = list(start)
     for _ in range(rounds // 2):
-        for a in range(4):
-            _quarter_round(x, a, a + 4, a + 8, a + 12)
-        for a in range(4):
-            _quarter_round(x, a, (a + 1) % 4 + 4, (a + 2) % 4 + 8, (a + 3) % 4 + 12)
+        double_round(x)
     return np.stack([end + begin for end, begin in zip(x, start, strict=True)])
 
 
-def _quarter_round(x: list[Words], *places: int) -> None:
+def double_round(x: list[Any]) -> None:
+    """Two rounds of ChaCha on its 16 words, which are arrays, NumPy's or JAX's."""
+    for a in range(4):
+        _quarter_round(x, a, a + 4, a + 8, a + 12)
+    for a in range(4):
+        _quarter_round(x, a, (a + 1) % 4 + 4, (a + 2) % 4 + 8, (a + 3) % 4 + 12)
+
+
+def _quarter_round(x: list[Any], *places: int) -> None:
     for first, second, third, turn in QUARTER_ROUND:
         mix(x, places[first], places[second], places[third], turn)
 

@@ -195,7 +195,7 @@ class NoiseStream:
             raise QuellError(f"the plan ends after {self.steps:,} steps: stop here, or make a new plan and a new key")
         if engine.capturing():
             self._guard.before(due, until=self.steps, fingerprint=None)  # a graph may run to the end
-        elif self._guard.watched and not self._unwitnessed:
+        elif (self._guard.watched or self._agree is not _alone) and not self._unwitnessed:  # all ranks agree, or none
             if self._fingerprint is None:
                 self._fingerprint = Fingerprint(self._key, self.shards, self._home)
             self._agree(self._fingerprint(listed), partial(self._guard.before, due, due + 1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from quell._types import Array
 from quell.errors import QuellError, require_finite
 from quell.participation import Participation
 from quell.privacy.accountant import Accountant
@@ -92,6 +95,24 @@ class BMinSep(Scheme):
             ready[batch] = step + b
             if step >= start:
                 yield batch
+
+    def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
+        """The sum over all patterns, step by step: what is ready, and what was used and waits (Proof 12)."""
+        b, steps = self.separation, columns.shape[1]
+        once = seen @ columns - 0.5 * np.sum(columns**2, axis=0)
+        still = math.log1p(-self.rate) if self.rate < 1 else -math.inf
+        start = -math.log1p((b - 1) * self.rate)  # ln of the chance to be ready at first
+        ready = np.full(len(seen), start)
+        used: list[Array] = []
+        for step in range(steps):
+            if 0 < step < b:  # whoever waited from the start comes back, one after another
+                ready = np.logaddexp(ready, start + math.log(self.rate))
+            if step >= b:
+                ready = np.logaddexp(ready, used[step - b])
+            used.append(ready + math.log(self.rate) + once[:, step])
+            ready = ready + still
+        late = [np.full(len(seen), start + math.log(self.rate))] * max(0, b - steps)
+        return np.asarray(np.logaddexp.reduce([ready, *late, *used[max(0, steps - b) :]], axis=0))
 
     def account(self, strategy: Strategy) -> Accountant:
         if self.rate == 1.0:  # the same law, and a tighter accountant

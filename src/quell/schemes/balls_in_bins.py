@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quell._types import Array
 from quell.participation import Participation
 from quell.privacy.mixture import BinAccountant
 from quell.schemes.batches import Batches
@@ -51,6 +56,12 @@ class BallsInBins(Scheme):
 
     def batch(self, stream: Batches, step: int) -> Indices:
         return stream.members(step % self.separation)
+
+    def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
+        bins = np.arange(columns.shape[1]) % self.separation == np.arange(self.separation)[:, None]
+        moves = bins @ columns.T
+        each = seen @ moves.T - 0.5 * np.sum(moves**2, axis=1)
+        return np.asarray(np.logaddexp.reduce(each, axis=1) - math.log(self.separation))
 
     def account(self, strategy: Strategy) -> BinAccountant:
         return BinAccountant.of(strategy, self)

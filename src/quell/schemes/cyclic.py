@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from quell._types import Array
 from quell.errors import QuellError, require_count
 from quell.participation import Participation
 from quell.privacy.fixed import GaussianAccountant
@@ -79,6 +81,10 @@ class Cyclic(Scheme):
 
     def of_first(self, steps: int) -> Scheme:
         return Cyclic(steps, min(self.separation, steps))
+
+    def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
+        moves = patterns @ columns.T
+        return np.asarray(np.sum((seen - 0.5 * moves) * moves, axis=1))
 
     def account(self, strategy: Strategy) -> GaussianAccountant:
         return GaussianAccountant.of(strategy, self.participation)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quell._types import Array
 from quell.errors import QuellError, require_finite
 from quell.participation import Participation
 from quell.privacy.subsampled import CoinAccountant
 from quell.schemes.batches import Batches
-from quell.schemes.poisson import instead
+from quell.schemes.poisson import coin_evidence, instead
 from quell.schemes.randomness import Indices, coin_flips
 from quell.schemes.scheme import Scheme, checked_rate
 from quell.strategy.structure import Strategy
@@ -67,6 +71,9 @@ class CyclicPoisson(Scheme):
     def batch(self, stream: Batches, step: int) -> Indices:
         members = stream.members(step % self.groups)
         return members[coin_flips(stream.key, "cyclic poisson", step, len(members), self.rate)]
+
+    def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
+        return coin_evidence(seen, columns, self.groups, self.rate)
 
     def account(self, strategy: Strategy) -> CoinAccountant:
         if strategy.bands > self.groups:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quell._types import Array
 from quell.errors import QuellError
 from quell.participation import Participation
 from quell.privacy.subsampled import CoinAccountant
@@ -56,6 +61,9 @@ class Poisson(Scheme):
     def batch(self, stream: Batches, step: int) -> Indices:
         return coin_flips(stream.key, "poisson", step, stream.examples, self.rate)
 
+    def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
+        return coin_evidence(seen, columns, 1, self.rate)
+
     def account(self, strategy: Strategy) -> CoinAccountant:
         if strategy.bands > 1:
             raise QuellError(
@@ -63,6 +71,15 @@ class Poisson(Scheme):
                 f"(1 band) only: {instead(strategy)}"
             )
         return CoinAccountant.of(strategy, self.groups, self.rate)
+
+
+def coin_evidence(seen: Array, columns: Array, groups: int, rate: float) -> Array:
+    """For coins that are flipped at every turn of a group. Columns of a group do not overlap, so its steps multiply."""
+    once = seen @ columns - 0.5 * np.sum(columns**2, axis=0)
+    stay = math.log1p(-rate) if rate < 1 else -math.inf
+    coins = np.logaddexp(stay, math.log(rate) + once)
+    each = [coins[:, group::groups].sum(axis=1) for group in range(groups)]
+    return np.asarray(np.logaddexp.reduce(each, axis=0) - math.log(groups))
 
 
 def instead(strategy: Strategy) -> str:

@@ -21,6 +21,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quell._types import Array
 from quell.errors import QuellError, require_finite, require_same_steps
 from quell.participation import Participation
 from quell.privacy.accountant import Accountant
@@ -99,6 +103,16 @@ class Scheme(ABC):
     @abstractmethod
     def account(self, strategy: Strategy) -> Accountant:
         """A new accountant; raises `QuellError` if the scheme does not go with the strategy."""
+
+    @abstractmethod
+    def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
+        """(examples,) how much likelier an attacker finds it that an example takes part: ln P[seen | it does]/P[… not].
+
+        Args:
+            seen: (examples, steps) what is released about each example, with noise of variance 1: C times the row.
+            columns: C/σ, with the same steps: what taking part in a step adds.
+            patterns: (examples, steps) who took part when, if they did: only for schemes whose batches anyone may know.
+        """
 
     def accountant(self, strategy: Strategy) -> Accountant:
         """The accountant of a strategy under this scheme, cached."""

@@ -7,6 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from quell._types import Array
 from quell.errors import QuellError
 from quell.show import words
 
@@ -130,6 +133,20 @@ def draw_training(content: dict[str, Any], path: str | Path) -> None:
     for axes in (noise, accuracy):
         axes.legend(fontsize="small")
     figure.suptitle(content["setup"], fontsize="medium")
+    _save(figure, path)
+
+
+def draw_audit(present: Array, absent: Array, title: str, path: str | Path) -> None:
+    """The scores that an attacker gives canaries that were added, and canaries that were not."""
+    require_picture(path)
+    figure = _figure(7.0, 4.2)
+    axes = figure.subplots()
+    edges = np.histogram_bin_edges(np.concatenate([present, absent]), bins=80).tolist()
+    axes.hist(present, edges, alpha=0.6, color=_RED, label="added")
+    axes.hist(absent, edges, alpha=0.6, color=_GREY, label="not added")
+    axes.set(xlabel="evidence that a canary was added (log-likelihood ratio)", ylabel="canaries", yscale="log")
+    axes.set_title(title, fontsize="small")
+    axes.legend()
     _save(figure, path)
 
 

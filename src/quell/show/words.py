@@ -6,8 +6,8 @@ in one way. Nothing is computed here and no sentence is taken apart again elsewh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from quell.errors import at_least
 from quell.strategy import INDEPENDENT
@@ -298,6 +298,25 @@ def best_choice(choice: EpochChoice) -> str:
 
 
 # Training (`quell train`)
+
+
+def audited(found: Mapping[str, Any]) -> str:
+    """What an audit found, in sentences."""
+    bound, sure = found["bound"], f"with {found['bound']['confidence']:.0%} confidence"
+    lines = [
+        f"Promised: {level(found['epsilon'], found['delta'])}.",
+        f"Measured, {sure}: ε is at least {bound['epsilon']:.2f} whatever the mechanism is.",
+        f"If its noise is normal, as designed: the noise multiplier is at most {found['measured_multiplier']:.4g} "
+        f"({found['noise_multiplier']:.4g} promised), so ε is at least {found['measured_epsilon']:.2f} (an estimate).",
+        f"{bound['canaries']:,} canaries over {counted(found['steps'], 'step')}. The attacker was sure of "
+        f"{bound['guesses']:,} coins and right about {bound['correct']:,}.",
+    ]
+    if bound["epsilon"] > found["epsilon"]:
+        lines.append("The promise is broken: an attacker does better than it allows.")
+    lines += [f"The promise is broken: {fault}." for fault in found["faults"]]
+    if not found["broken"]:
+        lines.append("Nothing was found that breaks the promise.")
+    return "\n".join(lines)
 
 
 def training(run: Run) -> str:

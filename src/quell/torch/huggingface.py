@@ -1,27 +1,33 @@
 """Hugging Face's `Trainer` under a plan: same arguments, the plan's batches and noise.
 
-The loss is computed outside the model, from one number per example. The losses that models compute themselves are
-means over the *tokens* of a batch, so an example's share would depend on the others' lengths, and clipping would bound
-nothing.
+Trainer sees one item per planned step, a whole batch, so its schedules, logs and checkpoints count planned steps.
+`training_step` takes that batch in parts of `per_device_train_batch_size`. The loss is computed outside the model, from
+one number per example (`losses.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
-from quell.schemes import FIXED
-from quell.torch.loader import PlannedLoader
+from quell.torch.checks import PlanMismatchWarning
+from quell.torch.distributed import decided
+from quell.torch.folders import mark_whole, newest_whole_folder, require_whole_folder
+from quell.torch.loader import PlannedSteps
+from quell.torch.losses import ExampleLosses, losses_for
 from quell.torch.private import make_private
 
 try:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 except ImportError as missing:
     raise QuellError(
         "quell.torch.huggingface needs transformers and accelerate: pip install 'quell[trainers]'"
@@ -30,15 +36,14 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from quell.planning import Plan
 
-ExampleLosses = Callable[[Any, Tensor], Tensor]
-
 
 class PrivateTrainer(Trainer):
     """A `Trainer` that keeps a plan's promise; `args.max_grad_norm` is what every example's gradient is clipped to.
 
-    Batches are the plan's, whatever `args.per_device_train_batch_size`. `example_losses` turns the model's outputs and
-    the labels into one loss per example. `private` goes to `make_private`: clipping, mechanism, key and so on.
-    `replay` is for `train(resume_from_checkpoint=...)` after a crash; see `PrivateOptimizer.load_state_dict`.
+    Batches are the plan's; `args.per_device_train_batch_size` examples of them are on a device at a time.
+    `example_losses` turns the model's outputs and the labels into one loss per example; by default it fits the model's
+    task. `private` goes to `make_private`: clipping, mechanism, key and so on. Where checkpoints are saved, the key is
+    kept in `OUTPUT_DIR.key` unless it is given.
     """
 
     def __init__(
@@ -47,50 +52,90 @@ class PrivateTrainer(Trainer):
         plan: Plan,
         example_losses: ExampleLosses | None = None,
         private: dict[str, Any] | None = None,
-        replay: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.plan, self.example_losses = plan, example_losses or token_losses
-        self._private, self._replay = dict(private or {}), replay
-        self._planned: PlannedLoader | None = None
+        self.plan, self.example_losses = plan, example_losses
+        self._private = {"physical_batch_size": self.args.per_device_train_batch_size, **(private or {})}
+        self._planned: PlannedSteps | None = None
+        self._resuming = False
         self._refuse_what_would_break_the_promise(self.args)
+        self._take_accumulation_as_parts(self.args)
         self.args.ignore_data_skip = True  # the plan's loader knows by itself where a resumed run stands
+        self.add_callback(_PlannedProgress(self))
+        # Gradients are added up after clipping, by the optimizer: accelerate need not wrap the model in DDP.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
-    def get_train_dataloader(self) -> PlannedLoader:
+    def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
+        """As `Trainer.train`. A checkpoint that was cut off by a crash is passed over for the one before it.
+
+        Steps that were released after the checkpoint come again, and are refused unless they are the same to the last
+        bit.
+        """
+        if resume_from_checkpoint is True:
+            folder = Path(self.args.output_dir)
+            resume_from_checkpoint = decided(lambda: str(newest_whole_folder(folder)))
+        elif resume_from_checkpoint:
+            given = Path(resume_from_checkpoint)
+            decided(lambda: require_whole_folder(given))
+        self._resuming = bool(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **options)
+
+    def get_train_dataloader(self) -> PlannedSteps:
         """The plan's batches; the optimizer becomes private with them, before Trainer goes on to use it."""
         if self._planned is None:
-            _, self.optimizer, self._planned = make_private(
-                self.model,
-                self.create_optimizer(),
-                super().get_train_dataloader(),
-                self.plan,
-                self.args.max_grad_norm,
-                **self._private,
+            given = super().get_train_dataloader()
+            if self.args.world_size > 1:  # without the sampler that deals examples out over processes
+                names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
+                given = DataLoader(**{name: getattr(given, name) for name in names})
+            private = {**self._key_to_keep(), **self._private}
+            _, self.optimizer, loader = make_private(
+                self.model, self.create_optimizer(), given, self.plan, self.args.max_grad_norm, **private
             )
-            self.optimizer.load_state_dict = partial(self.optimizer.load_state_dict, replay=self._replay)  # type: ignore[method-assign]
+            self._planned = PlannedSteps(loader)
+            self.optimizer.load_state_dict = partial(self.optimizer.load_state_dict, replay=True)  # type: ignore[method-assign]
             self.optimizer._is_accelerate_prepared = True  # else accelerate would wrap it, and load a state to move it
             self.optimizer.step_was_skipped = False  # what Trainer asks of an optimizer that accelerate has prepared
         return self._planned
 
-    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        self.optimizer.zero_grad()  # Trainer zeroes the model's gradients, not the optimizer's sums
-        return super().training_step(*arguments, **options)
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
+        """The next planned step; how many tokens it has is not asked for, because the loss does not depend on it."""
+        return list(filter(None, [next(epoch_iterator, None)])), None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """All parts of a planned batch; Trainer's own `optimizer.step()` comes after the last."""
+        total, seen = torch.zeros((), device=self.args.device), 0
+        for part, last in inputs:
+            self.optimizer.zero_grad()  # Trainer zeroes the model's gradients, not the optimizer's sums
+            rows = len(next(value for value in part.values() if isinstance(value, Tensor)))
+            if rows:  # most models cannot run on nobody
+                total += rows * super().training_step(model, part)
+                seen += rows
+            if not last:
+                self.optimizer.step()
+        return total / max(seen, 1)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean of the examples' own losses, 0 for a batch of nobody."""
-        if "labels" not in inputs:
+        """The mean of the examples' own losses."""
+        names = [name for name in self.label_names if name in inputs] or ["labels"]
+        if names[0] not in inputs:
             raise QuellError(f"the batch has {', '.join(inputs)} but no labels: let the data collator make them")
-        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        losses = self.example_losses(outputs, inputs["labels"])
-        if losses.shape != inputs["labels"].shape[:1]:
+        given = {name: inputs[name] for name in names}
+        labels = given if len(names) > 1 else inputs[names[0]]
+        inputs = {name: value for name, value in inputs.items() if name not in names}
+        plain = self.accelerator.unwrap_model(model)
+        if "decoder_input_ids" not in inputs and hasattr(plain, "prepare_decoder_input_ids_from_labels"):
+            inputs["decoder_input_ids"] = plain.prepare_decoder_input_ids_from_labels(labels=labels)
+        outputs = model(**inputs)
+        losses = (self.example_losses or losses_for(plain))(outputs, labels)
+        examples = len(given[names[0]])
+        if losses.shape != (examples,):
             raise QuellError(
-                f"example_losses gave shape {tuple(losses.shape)} for {len(inputs['labels'])} examples: return one "
-                "loss for each"
+                f"example_losses gave shape {tuple(losses.shape)} for {examples} examples: return one loss for each"
             )
-        loss = losses.sum() / max(len(losses), 1)
+        loss = losses.sum() / max(examples, 1)
         return (loss, outputs) if return_outputs else loss
 
     def privacy_report(self) -> PrivacyReport:
@@ -99,27 +144,69 @@ class PrivateTrainer(Trainer):
         report: PrivacyReport = self.optimizer.privacy_report()
         return report
 
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """For the logs: how many examples a planned batch has on average."""
+        return round(self.plan.run.batch_size or 0)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: how many tokens a batch has is private."""
+        return 0
+
+    def hyperparameter_search(self, *arguments: Any, **options: Any) -> Any:
+        raise QuellError(
+            "every trial of a search is a run on the private data, and the plan's promise is for one: search on public "
+            "data, or plan each trial and add the promises up"
+        )
+
+    def _key_to_keep(self) -> dict[str, Any]:
+        """A key file beside the output folder, so that checkpoints can be resumed; a new run makes a new one."""
+        given = {"key", "seed"} & self._private.keys()
+        if given or self.args.save_strategy == "no":
+            return {}
+        path = Path(str(Path(self.args.output_dir)) + ".key")
+        if self.args.process_index == 0 and not self._resuming:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for old in (path, path.with_name(path.name + ".ledger")):
+                old.unlink(missing_ok=True)
+        return {"key": path}
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self.accelerator.wait_for_everyone()  # each process saves its random numbers
+        decided(lambda: mark_whole(folder))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.args.should_save:
+            self.optimizer.state_dict()  # gathered from all processes: the one that saves waits for it
+        super()._save_optimizer_and_scheduler(output_dir)
+
     def _clip_grad_norm(self, model: Any) -> None:
         """Every example's gradient is clipped by the optimizer; clipping their mean again would be for nothing."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
         """Not logged: the norm before noise is private."""
 
+    def _take_accumulation_as_parts(self, args: TrainingArguments) -> None:
+        asked = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        planned = self.get_total_train_batch_size(args)
+        if args.gradient_accumulation_steps != 1 and asked != planned:
+            warnings.warn(
+                f"per_device_train_batch_size × gradient_accumulation_steps × processes is {asked:,}, but the plan's "
+                f"batches have {planned:,} examples: a step is a batch of the plan, taken in parts of "
+                f"{args.per_device_train_batch_size:,}",
+                PlanMismatchWarning,
+                stacklevel=3,
+            )
+        args.gradient_accumulation_steps = 1
+
     def _refuse_what_would_break_the_promise(self, args: TrainingArguments) -> None:
         epochs = self.plan.epochs
-        several = args.world_size > 1 or args.n_gpu > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled
         problems = {
-            "Trainer on several devices is not supported: set CUDA_VISIBLE_DEVICES to one, or write your own loop with "
-            "make_private, which supports DDP and FSDP2": several,
-            "physical_batch_size and fixed_shape split batches of random size into more or fewer parts; Trainer has "
-            f"to know how many: leave them out, plan with sampling={FIXED.name!r}, or write your own loop with "
-            "make_private": (
-                self.plan.mechanism.scheme.amplifies
-                and bool(self._private.get("physical_batch_size") or self._private.get("fixed_shape"))
-            ),
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} must be 1: batches are the plan's; for "
-            f"less memory turn gradient_checkpointing on, or plan with sampling={FIXED.name!r} and pass "
-            "private={'physical_batch_size': 8}": args.gradient_accumulation_steps != 1,
+            "several GPUs in one process (DataParallel) are not supported: launch one process per GPU with torchrun, "
+            "or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
+            "DeepSpeed and FSDP of accelerate change the model after the optimizer was made: use DDP (torchrun), or "
+            "your own loop with make_private, which supports FSDP2": self.is_deepspeed_enabled or self.is_fsdp_enabled,
             "fp16 scales the loss, and with it what clipping sees: use bf16": args.fp16,
             f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass num_train_epochs={epochs}, "
             "or make a plan for more": args.max_steps < 0 and args.num_train_epochs > epochs,
@@ -128,26 +215,29 @@ class PrivateTrainer(Trainer):
             "label smoothing and compute_loss_func look at a whole batch: pass example_losses": bool(
                 args.label_smoothing_factor or self.compute_loss_func
             ),
+            "auto_find_batch_size starts the run again when memory runs out: set per_device_train_batch_size, of which "
+            "the promise does not depend": args.auto_find_batch_size,
+            "include_num_input_tokens_seen logs how long the private examples are: leave it out": (
+                args.include_num_input_tokens_seen not in (False, "no")
+            ),
+            f"hub_strategy={str(args.hub_strategy)!r} would publish checkpoints, which can hold noise: use 'end' or "
+            "'every_save', which publish the model": args.push_to_hub
+            and "checkpoint" in str(args.hub_strategy).lower(),
         }
         for problem, found in problems.items():
             if found:
                 raise QuellError(problem)
 
 
-def token_losses(outputs: Any, labels: Tensor) -> Tensor:
-    """(examples,) the cross-entropy of (examples, classes) logits, or its mean over each example's labelled tokens.
+class _PlannedProgress(TrainerCallback):
+    """The state of step 0 is saved, so that a crash before the first checkpoint can be resumed; epochs are planned."""
 
-    Labels of -100 do not count. Logits predict the label at their own position; for causal language models use
-    `next_token_losses`.
-    """
-    logits = outputs["logits"]
-    each = functional.cross_entropy(logits.movedim(-1, 1).float(), labels, reduction="none")
-    if each.dim() == 1:
-        return each
-    counted = (labels != -100).flatten(1)
-    return each.flatten(1).sum(1) / counted.sum(1).clamp(min=1)
+    def __init__(self, trainer: PrivateTrainer) -> None:
+        self.trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.save_strategy != "no" and state.global_step == 0 and not self.trainer._resuming:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
-def next_token_losses(outputs: Any, labels: Tensor) -> Tensor:
-    """(examples,) each sequence's mean loss in predicting its next token."""
-    return token_losses({"logits": outputs["logits"][:, :-1]}, labels[:, 1:])
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.epoch = state.global_step / self.trainer.plan.run.steps_per_epoch  # also after a resume within an epoch

@@ -6,8 +6,10 @@ the optimizer does, is handed to `trainer.fit` as something to iterate over.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -15,15 +17,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
-from quell.torch.loader import PlannedLoader
+from quell.torch.checkpoints import newest_whole, write_whole
+from quell.torch.checks import PlanMismatchWarning
+from quell.torch.distributed import decided
+from quell.torch.loader import PlannedSteps
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.private import make_private
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy
 except ImportError:
     try:
         from pytorch_lightning import Callback
+        from pytorch_lightning.plugins.io import TorchCheckpointIO
+        from pytorch_lightning.strategies import DDPStrategy
     except ImportError as missing:
         raise QuellError("quell.torch.lightning needs Lightning: pip install 'quell[trainers]'") from missing
 
@@ -35,35 +44,73 @@ class Private(Callback):
     """`trainer = Trainer(callbacks=[private]); trainer.fit(module, private.loader)`.
 
     `data` is a Dataset or DataLoader; the options are `make_private`'s. `training_step` computes its loss from
-    `self(...)`, with one row of output per example. `replay` is for resuming after a crash; see
-    `PrivateOptimizer.load_state_dict`.
+    `self(...)`, with one row of output per example; with `physical_batch_size` it is called for every part of a batch,
+    and all parts are one step. `fit(..., ckpt_path=...)` resumes: steps that were released after the checkpoint come
+    again, and are refused unless they are the same to the last bit.
     """
 
-    def __init__(
-        self, plan: Plan, data: Any, max_grad_norm: float = 1.0, *, replay: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, plan: Plan, data: Any, max_grad_norm: float = 1.0, **options: Any) -> None:
         self.plan, self.data, self.max_grad_norm = plan, data, max_grad_norm
         self.loader = LaterLoader(plan)
         self.optimizer: PrivateOptimizer | None = None
-        self._replay, self._options = replay, options
+        self._options = options
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit" or self.optimizer is not None:
             return
         _refuse_what_would_break_the_promise(trainer, pl_module, self.plan)
-        configure = pl_module.configure_optimizers
+        configure, training_step = pl_module.configure_optimizers, pl_module.training_step
 
         @wraps(configure)
         def privately() -> Any:
             return self._swapped(configure(), pl_module)
 
-        pl_module.configure_optimizers = privately
+        @wraps(training_step)
+        def in_parts(batch: Any, *arguments: Any, **options: Any) -> Any:
+            return self._all_parts(lambda part: training_step(part, *arguments, **options), batch, trainer)
+
+        pl_module.configure_optimizers, pl_module.training_step = privately, in_parts
+        if isinstance(trainer.strategy, DDPStrategy):
+            trainer.strategy.configure_ddp = lambda: None  # gradients are added up after clipping, by the optimizer
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeFiles()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.train_dataloader is not self.loader:
             raise QuellError(
                 "the module is being fitted on other data than planned: trainer.fit(module, private.loader)"
             )
+        assert self.optimizer is not None
+        home, run = getattr(trainer.checkpoint_callback, "dirpath", None), self.optimizer.run
+        if home is not None and run.step == 0 and decided(lambda: run.key_kept):
+            trainer.save_checkpoint(Path(home) / "start.ckpt")  # a crash before the first checkpoint goes back to it
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.optimizer is not None
+        planned = min((trainer.max_epochs or 0) * self.plan.run.steps_per_epoch, self.plan.steps)
+        taken = self.optimizer.run.step
+        if taken < planned and trainer.max_steps < 0 and not trainer.should_stop:
+            warnings.warn(
+                f"{taken:,} of {planned:,} planned steps were taken: the trainer went on from a checkpoint in the "
+                "middle of an epoch, which it took for its end; to take the others, go on from its last checkpoint "
+                f"with max_steps={planned}, max_epochs=-1",
+                PlanMismatchWarning,
+                stacklevel=2,
+            )
+
+    def _all_parts(self, training_step: Any, parts: Any, trainer: Any) -> Any:
+        """Run `training_step` on every part of a planned batch; Lightning goes on with the result of the last."""
+        assert self.optimizer is not None
+        for part, last in parts:
+            part = trainer.strategy.batch_to_device(part)
+            if last:
+                return training_step(part)
+            self.optimizer.zero_grad()
+            result = training_step(part)
+            loss = result["loss"] if isinstance(result, dict) else result
+            loss.backward()
+            self.optimizer.pre_step()
+        return None
 
     def privacy_report(self) -> PrivacyReport:
         if self.optimizer is None:
@@ -85,10 +132,11 @@ class Private(Callback):
 
     def _private(self, optimizer: Optimizer, module: Any) -> PrivateOptimizer:
         if self.optimizer is None:
-            _, made, self.loader.planned = make_private(
+            _, made, planned = make_private(
                 module, optimizer, self.data, self.plan, self.max_grad_norm, **self._options
             )
-            made.load_state_dict = partial(made.load_state_dict, replay=self._replay)  # type: ignore[method-assign]
+            self.loader.planned = PlannedSteps(planned)
+            made.load_state_dict = partial(made.load_state_dict, replay=True)  # type: ignore[method-assign]
             made.step = _counted(made)  # type: ignore[method-assign]
             self.optimizer = made
         if optimizer not in (self.optimizer, self.optimizer.original_optimizer):
@@ -101,7 +149,7 @@ class LaterLoader:
 
     def __init__(self, plan: Plan) -> None:
         self._length = plan.run.steps_per_epoch
-        self.planned: PlannedLoader | None = None
+        self.planned: PlannedSteps | None = None
 
     def __len__(self) -> int:
         return self._length
@@ -110,15 +158,26 @@ class LaterLoader:
         return iter(self._ready())
 
     def state_dict(self) -> dict[str, Any]:
-        return self._ready().state_dict()
+        return self._ready().loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._ready().load_state_dict(state)
+        self._ready().loader.load_state_dict(state)
 
-    def _ready(self) -> PlannedLoader:
+    def _ready(self) -> PlannedSteps:
         if self.planned is None:
             raise QuellError("this loader works inside trainer.fit, with its callback in Trainer(callbacks=[...])")
         return self.planned
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Checkpoints that are written whole or not at all; see `quell.torch.checkpoints`."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
+        return super().load_checkpoint(newest_whole(Path(path)), *arguments, **options)
 
 
 def _counted(optimizer: PrivateOptimizer) -> Any:
@@ -137,10 +196,12 @@ def _counted(optimizer: PrivateOptimizer) -> Any:
 def _refuse_what_would_break_the_promise(trainer: Any, module: Any, plan: Plan) -> None:
     epochs, steps = plan.epochs, plan.steps
     problems = {
-        "Lightning on several devices is not supported: pass devices=1, or write your own loop with make_private, "
-        "which supports DDP and FSDP2": trainer.world_size > 1,
+        f"Lightning's {type(trainer.strategy).__name__} on several devices is not supported: pass strategy='ddp', or "
+        "write your own loop with make_private, which supports FSDP2": (
+            trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)
+        ),
         f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: batches are the plan's; for less memory "
-        "pass clipping='microbatch'": trainer.accumulate_grad_batches != 1,
+        "pass physical_batch_size to Private": trainer.accumulate_grad_batches != 1,
         "gradient_clip_val clips the noisy mean: leave it out, every example's gradient is clipped to "
         "max_grad_norm": bool(trainer.gradient_clip_val),
         f"limit_train_batches={trainer.limit_train_batches} would skip batches of the plan: leave it out": (

@@ -116,6 +116,34 @@ class PlannedLoader(DataLoader[Any]):
         self._loaded_step = int(state["step"])
 
 
+class PlannedSteps:
+    """The batches for trainers that count steps by items: an item is a planned step, to be iterated over for its parts.
+
+    So every planned step is taken, whatever the number of parts, and schedules, logs and checkpoints count steps.
+    """
+
+    def __init__(self, loader: PlannedLoader) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __len__(self) -> int:
+        return self.loader.run.plan.run.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Iterator[tuple[Any, bool]]]:
+        parts = iter(self.loader)
+        for first in parts:
+            yield self._parts(first, parts)
+
+    def _parts(self, part: Any, rest: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """The parts of a step, each with whether it is the last; the next is fetched when it is asked for."""
+        while True:
+            due = self.loader.run.unfinished.received
+            last = due is None or due.last
+            yield part, last
+            if last:
+                return
+            part = next(rest)
+
+
 class PlannedSampler(Sampler[list[int]]):
     """This rank's indices of each batch, in physical portions if asked.
 
@@ -160,7 +188,8 @@ class PlannedSampler(Sampler[list[int]]):
             portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
             for number, portion in enumerate(portions):
                 filled_to = self.physical if self.fixed_shape else None
-                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to))
+                canaries = () if run.planted is None else tuple(run.planted.watched.among(portion).tolist())
+                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to, canaries))
                 yield portion.repeat(self.rows).tolist()
 
     def _portions(self, batch_size: int) -> int:

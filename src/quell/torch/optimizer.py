@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from quell.adapters.report import PrivacyReport, privacy_report
+from quell.auditing import Audit
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
@@ -133,6 +134,8 @@ class PrivateOptimizer(Optimizer):
         """Add the clipped gradients that backward passes have left to the sums of this step."""
         examples, sums = self._engine.collect()
         unfinished = self.run.unfinished
+        if self.run.planted is not None:
+            self.run.planted.plant(sums, unfinished)
         unfinished.examples += examples
         if unfinished.sums is None:
             unfinished.sums = sums
@@ -146,7 +149,10 @@ class PrivateOptimizer(Optimizer):
         assert sums is not None
         if not self._sharded:
             sum_over_ranks(sums)
+        step = self.run.step
         self.run.noise.add_(sums)
+        if self.run.planted is not None:
+            self.run.planted.find(step, sums, unfinished)
         for parameter, total in zip(self._trained, sums, strict=True):
             _set_gradient(parameter, total)
         self._used = True
@@ -212,6 +218,19 @@ class PrivateOptimizer(Optimizer):
             run.released,
             ("torch", str(torch.__version__)),
         )
+
+    def audit(self, confidence: float = 0.95) -> Audit:
+        """What an attacker can tell about this run's canaries, once it is finished: ε is at least so much.
+
+        Args:
+            confidence: Probability that the lower bound is true.
+
+        Returns:
+            The lower bound beside the promise; print it, or `plot` it.
+        """
+        if self.run.planted is None:
+            raise QuellError("this run has no canaries: pass canaries=1000 to make_private, before the first step")
+        return self.run.planted.watched.audit(confidence)
 
     def __repr__(self) -> str:
         return f"<private {self.original_optimizer!r}, step {self.run.step:,} of {self.run.noise.steps:,}>"

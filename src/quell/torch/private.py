@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
+from quell.torch.canaries import PlantedCanaries
 from quell.torch.checks import (
     refuse_leaking_layers,
     refuse_wrong_arguments,
@@ -56,6 +57,7 @@ def make_private(
     generator: str = "chacha20",
     noise_memory: float = 0.0,
     budget: str | Path | None = None,
+    canaries: int = 0,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Make a training loop private: returns model, optimizer and loader for the loop you already have.
 
@@ -94,6 +96,8 @@ def make_private(
             and a resumed run may use another one.
         budget: A budget (`quell.Budget`) that the run is charged to before its first step, once, also if it is resumed
             with its key. A run that the budget has no room for is refused here, and again at its first step.
+        canaries: So many made-up gradients are added beside the data, and `optimizer.audit()` says after the run how
+            well an attacker finds them (docs/auditing.md). They do not touch the promise.
 
     Returns:
         The model, the wrapped optimizer, and the loader of the plan's batches.
@@ -135,7 +139,7 @@ def make_private(
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, params, data, plan, bound, options) as run:
         own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
-        own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape}
+        own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries}
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
@@ -146,6 +150,8 @@ def make_private(
         engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, rows_per_example, sharded)
         engine.present = run.present
         run.guard = probe = Probe(model, params)
+        if canaries:
+            run.planted = PlantedCanaries(run, engine, canaries)
         if cuda_graphs and isinstance(engine, LayerEngine):
             record_passes(engine, model, lambda: probe.watching)
     model._quell_private = True

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quell.errors import QuellError
@@ -21,6 +23,7 @@ from quell.torch.noise import CorrelatedNoise
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
+    from quell.torch.canaries import PlantedCanaries
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Portion:
     examples: int
     rows_per_example: int = 1
     filled_to: int | None = None  # with examples of zeros, which count for nobody, behind the real ones
+    canaries: tuple[int, ...] = ()  # that take part with these examples, if the run is audited
 
     @property
     def rows(self) -> int:
@@ -54,6 +58,8 @@ class Unfinished:
     units: int = 0  # seen since the last of those, fillings included
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
+    canaries: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # of all portions
+    known: Any = None  # the sums of real gradients at the canaries' coordinates
 
 
 class Guard(Protocol):
@@ -80,6 +86,7 @@ class TrainingRun:
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
     charge: Callable[[], None] | None = None  # charges the run to its budget, which the first step does
     guard: Guard | None = None  # what looks at the loop's batches and steps; set by make_private
+    planted: PlantedCanaries | None = None  # whose traces an audit looks for; set by make_private
 
     @property
     def step(self) -> int:

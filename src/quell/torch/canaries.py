@@ -1,0 +1,72 @@
+"""Canaries in the sums of a run: planted beside clipped gradients, found again in what is released."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quell._types import Array
+from quell.auditing import Canaries
+from quell.errors import QuellError
+from quell.torch.clipping import clip_factors
+from quell.torch.engine.base import Engine
+from quell.torch.run import TrainingRun, Unfinished
+from quell.torch.sharding import is_sharded
+
+_LOUD = 10.0  # how many clip norms a canary's gradient has before it is clipped
+
+
+class PlantedCanaries:
+    """The canaries of a run, each with a coordinate of the trained parameters that is its own."""
+
+    def __init__(self, run: TrainingRun, engine: Engine, count: int) -> None:
+        params = list(engine.params.values())
+        sizes = [parameter.numel() for parameter in params]
+        if run.world > 1 or any(is_sharded(parameter) for parameter in params):
+            raise QuellError("canaries= needs the whole model in one process: audit a run of one process")
+        if count > sum(sizes):
+            raise QuellError(f"canaries={count:,} need a coordinate each, and the model has {sum(sizes):,}: use fewer")
+        key = run.noise.key.derive("quell canaries")
+        self.watched = Canaries(run.mechanism, run.batches.scheme, run.batches.examples, count, key)
+        self._engine, self._unit = engine, float(run.noise.max_grad_norm or 1.0)
+        # Coordinates of all parameters in a line, and for each parameter that has some, which canaries are where.
+        coordinates = self.watched.random.choice(sum(sizes), count, replace=False)
+        ends = np.cumsum(sizes)
+        owners = np.searchsorted(ends, coordinates, side="right")
+        self._places = [
+            (place, torch.from_numpy(mine), torch.from_numpy(coordinates[mine] - (ends[place] - sizes[place])))
+            for place in np.unique(owners).tolist()
+            for mine in [np.flatnonzero(owners == place)]
+        ]
+
+    def plant(self, sums: Sequence[Tensor], unfinished: Unfinished) -> None:
+        """Add the canaries of the portion that are included, and note what was at their coordinates before."""
+        if unfinished.received is None:  # the step is about to be refused
+            return
+        there = np.array(unfinished.received.canaries, np.int64)
+        before = self._at(sums)
+        unfinished.known = before if unfinished.known is None else unfinished.known + before
+        unfinished.canaries = np.concatenate([unfinished.canaries, there])
+        bound = self._engine.max_grad_norm
+        loud = torch.tensor([_LOUD * bound])
+        added = torch.zeros(self.watched.count)
+        added[torch.from_numpy(there[self.watched.included[there]])] = loud * clip_factors(loud, bound)
+        for place, mine, offsets in self._places:
+            flat, own = sums[place].view(-1), added[mine]
+            flat.index_add_(0, offsets.to(flat.device), own.to(flat.device, flat.dtype))
+
+    def find(self, step: int, released: Sequence[Tensor], unfinished: Unfinished) -> None:
+        """Note what a step has released about the canaries, beside what was known before."""
+        if step < self.watched.steps:
+            left = (self._at(released) - unfinished.known) / self._unit
+            self.watched.record(step, unfinished.canaries, left)
+
+    def _at(self, sums: Sequence[Tensor]) -> Array:
+        found = np.zeros(self.watched.count)
+        for place, mine, offsets in self._places:
+            flat = sums[place].view(-1)
+            found[mine.numpy()] = flat[offsets.to(flat.device)].double().cpu().numpy()
+        return found

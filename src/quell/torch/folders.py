@@ -1,0 +1,67 @@
+"""Checkpoints that are folders, as Trainer writes them, file by file: which of them are whole?
+
+When all files are written, a list of them with their sizes is put beside them, whole or not at all. A folder without
+the list, or with other files than it names, was cut off by a crash or a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+
+from quell.errors import QuellError
+from quell.torch.checkpoints import is_whole
+
+_LIST = "quell.json"
+
+
+def mark_whole(folder: Path) -> None:
+    """All files of a checkpoint are written."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _LIST]
+    for path in files:
+        _onto_disk(path)
+    new = folder / f"{_LIST}.new"
+    new.write_text(json.dumps({str(path.relative_to(folder)): path.stat().st_size for path in files}), encoding="utf-8")
+    _onto_disk(new)
+    os.replace(new, folder / _LIST)
+
+
+def is_whole_folder(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / _LIST).read_text(encoding="utf-8"))
+        sound = [(folder / name).stat().st_size == size for name, size in sizes.items()]
+    except (OSError, ValueError):
+        return False
+    return all(sound) and all(is_whole(folder / name) for name in sizes if name.endswith((".pt", ".pth")))
+
+
+def require_whole_folder(folder: Path) -> None:
+    if not is_whole_folder(folder):
+        raise QuellError(
+            f"{folder} is not a whole checkpoint of PrivateTrainer: pass resume_from_checkpoint=True, which takes the "
+            "newest that is"
+        )
+
+
+def newest_whole_folder(home: Path) -> Path:
+    """The last `checkpoint-STEP` that is whole."""
+    found = [(int(match[1]), path) for path in home.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    for _, path in sorted(found, reverse=True):
+        if is_whole_folder(path):
+            return path
+        warnings.warn(f"{path} was not written to its end: going on from the checkpoint before it", stacklevel=4)
+    raise QuellError(f"{home} has no whole checkpoint: call train() to start a new run, with a new key")
+
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def _onto_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

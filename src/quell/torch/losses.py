@@ -1,0 +1,93 @@
+"""One loss per example, from a Hugging Face model's outputs.
+
+The losses that such models compute themselves are means over the *tokens* of a batch, so an example's share would
+depend on the others' lengths, and clipping would bound nothing. These are means over each example's own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quell.errors import QuellError
+
+ExampleLosses = Callable[[Any, Any], Tensor]  # outputs and labels to (examples,)
+
+_IGNORED = -100  # what labels that do not count are marked with
+
+
+def losses_for(model: Any) -> ExampleLosses:
+    """The losses that fit the task of a Hugging Face model: shifted by one token where it predicts the next one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(base, "config", None)
+    generates = getattr(base, "can_generate", lambda: False)()
+    if generates and not getattr(config, "is_encoder_decoder", False):
+        return next_token_losses
+    if type(base).__name__.endswith("ForQuestionAnswering"):
+        return span_losses
+    if type(base).__name__.endswith("ForSequenceClassification"):
+        return class_losses
+    return token_losses
+
+
+def token_losses(outputs: Any, labels: Tensor) -> Tensor:
+    """(examples,) the cross-entropy of (examples, classes) logits, or its mean over each example's labelled tokens.
+
+    Labels of -100 do not count. Logits predict the label at their own position; for causal language models use
+    `next_token_losses`.
+    """
+    logits = _logits(outputs)
+    if logits.shape[:-1] != labels.shape:
+        raise QuellError(
+            f"the model's logits have shape {tuple(logits.shape)} and the labels {tuple(labels.shape)}: give one label "
+            "to each, or pass example_losses=, a function from outputs and labels to one loss per example"
+        )
+    flat = functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
+    each = flat.view(labels.shape)
+    if each.dim() == 1:
+        return each
+    counted = (labels != _IGNORED).flatten(1).sum(1)
+    return each.flatten(1).sum(1) / counted.clamp(min=1)
+
+
+def next_token_losses(outputs: Any, labels: Tensor) -> Tensor:
+    """(examples,) each sequence's mean loss in predicting its next token. Logits of learned prompts may come first."""
+    nobody = labels.new_full((len(labels), 1), _IGNORED)
+    prompts = _logits(outputs).shape[1] - labels.shape[1]
+    return token_losses(outputs, torch.cat([nobody.expand(-1, prompts), labels, nobody], dim=1)[:, 1:])
+
+
+def class_losses(outputs: Any, labels: Tensor) -> Tensor:
+    """(examples,) cross-entropy, or the squared error of one output, or for fractions as labels, each class alone."""
+    logits = _logits(outputs)
+    if logits.shape[-1] == 1:
+        return (logits.float() - labels.view_as(logits)).square().flatten(1).mean(1)
+    if labels.is_floating_point():
+        each = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+        return each.flatten(1).mean(1)
+    return token_losses(outputs, labels)
+
+
+def span_losses(outputs: Any, labels: Mapping[str, Tensor]) -> Tensor:
+    """(examples,) for answers that are spans: the mean cross-entropy of their start and their end."""
+    found = []
+    for end in ("start", "end"):
+        logits, places = outputs[f"{end}_logits"], labels[f"{end}_positions"].view(-1)
+        outside = (places < 0) | (places >= logits.shape[1])  # cut off: does not count
+        found.append(token_losses({"logits": logits}, places.masked_fill(outside, _IGNORED)))
+    return (found[0] + found[1]) / 2
+
+
+def _logits(outputs: Any) -> Tensor:
+    try:
+        logits: Tensor = outputs["logits"]
+    except (KeyError, TypeError, IndexError):
+        raise QuellError(
+            "the model's outputs have no logits: pass example_losses=, a function from outputs and labels to one loss "
+            "per example"
+        ) from None
+    return logits

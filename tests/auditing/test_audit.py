@@ -1,0 +1,233 @@
+"""Audits prove no more than is true, find what is planted, and leave the promise alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from attacks import truth
+from quell import QuellError
+from quell.auditing import independent_bound, lower_bound, rehearse
+from quell.auditing.one_run import chance
+from quell.planning import Plan, Prices
+from quell.run import Run
+from quell.schemes import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson
+from quell.torch import make_private
+
+from ..pytorch.training import seeded
+
+EXAMPLES, BATCH = 2000, 100
+
+
+def all_subsets(scheme):
+    """Every way to take part in coins that are flipped at every turn of a group, by enumeration."""
+    rows, chances = [], []
+    for group in range(scheme.groups):
+        turns = list(range(group, scheme.steps, scheme.groups))
+        for chosen in itertools.product((0, 1), repeat=len(turns)):
+            row = np.zeros(scheme.steps)
+            row[turns] = chosen
+            rows.append(row)
+            heads = sum(chosen)
+            chances.append(scheme.rate**heads * (1 - scheme.rate) ** (len(turns) - heads) / scheme.groups)
+    return np.array(rows), np.array(chances)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bands", "steps"),
+    [
+        (BallsInBins(7, 3), 4, 7),
+        (BallsInBins(7, 3), 4, 2),
+        (Poisson(6, 0.3), 1, 6),
+        (CyclicPoisson(7, 2, 0.4), 2, 7),
+        (BMinSep(8, 3, 0.4), 3, 8),
+        (BMinSep(8, 4, 0.7), 2, 2),
+    ],
+)
+def test_evidence_is_the_likelihood_ratio_over_all_patterns(scheme, bands, steps):
+    """Also where an audit looks at the first steps only."""
+    coefficients = np.array([1.0, 0.6, 0.3, 0.1])[:bands]
+    columns = sum(value * np.eye(steps, k=-lag) for lag, value in enumerate(coefficients)) / 1.3
+    rows, chances = all_subsets(scheme) if hasattr(scheme, "groups") else truth.patterns(scheme)
+    rows = rows[:, :steps]
+    assert math.isclose(chances.sum(), 1.0)
+    seen = np.random.default_rng(0).normal(size=(50, steps)) * 2
+    moves = rows @ columns.T
+    dumb = [
+        math.log(sum(p * math.exp(row @ move - 0.5 * move @ move) for p, move in zip(chances, moves, strict=True)))
+        for row in seen
+    ]
+    np.testing.assert_allclose(scheme.evidence(seen, columns, np.zeros(seen.shape, bool)), dumb, rtol=1e-9, atol=1e-12)
+
+
+def test_evidence_of_batches_that_are_known():
+    scheme, random = Cyclic(6, 3), np.random.default_rng(0)
+    columns, seen = np.tril(random.random((6, 6))), random.normal(size=(3, 6))
+    patterns = np.arange(6) % 3 == np.arange(3)[:, None]
+    dumb = [
+        row @ (columns @ mine) - 0.5 * np.sum((columns @ mine) ** 2) for row, mine in zip(seen, patterns, strict=True)
+    ]
+    np.testing.assert_allclose(scheme.evidence(seen, columns, patterns), dumb)
+
+
+@pytest.mark.parametrize("bound", [lower_bound, independent_bound])
+def test_a_bound_is_true_as_often_as_it_says(bound):
+    """Randomised response with ε = 1, which is pure: the attacker cannot do better than that."""
+    random, wrong = np.random.default_rng(1), 0
+    for _ in range(50):
+        coins = random.random(400) < 0.5
+        told = np.where(random.random(400) < math.e / (1 + math.e), coins, ~coins)
+        wrong += bound(told + 1e-3 * random.random(400), coins, 0.0, 0.8).epsilon > 1.0
+    assert wrong <= 0.2 * 50 + 3 * math.sqrt(50 * 0.2 * 0.8)
+
+
+def test_the_chance_of_correct_guesses():
+    """Without δ it is a binomial tail. With it, it is no smaller, and Theorem 5.2 adds 2mδ·max_i P[v − i ≤ B < v]/i."""
+    rate, tail = 1 / (1 + math.exp(-0.7)), 0.0
+    pmf = [math.comb(20, k) * rate**k * (1 - rate) ** (20 - k) for k in range(21)]
+    tail = sum(pmf[17:])
+    assert math.isclose(chance(50, 20, 17, 0.7, 0.0), tail, rel_tol=1e-9)
+    added = max(sum(pmf[17 - i : 17]) / i for i in range(1, 18))
+    assert math.isclose(chance(50, 20, 17, 0.7, 1e-3), tail + 2 * 50 * 1e-3 * added, rel_tol=1e-9)
+
+
+def plan_of(sampling: str, family: str = "bisr", **parameters) -> Plan:
+    run = Run.from_data(
+        examples=EXAMPLES, batch_size=BATCH, epochs=3, epsilon=8, delta=1e-5, sampling=sampling, momentum=0.0
+    )
+    return Plan(run, (Prices(run).price(family, **parameters),), 0)
+
+
+@pytest.mark.parametrize("sampling", ["cyclic", "poisson"])
+def test_a_sound_plan_is_not_broken_and_its_noise_is_measured(sampling):
+    found = rehearse(plan_of(sampling, "identity"), canaries=4000)
+    assert not found.broken, str(found)
+    assert 1.0 < found.bound.epsilon < 8.0
+    assert 0.99 * found.noise_multiplier < found.measured_multiplier < 1.1 * found.noise_multiplier
+    assert found.measured_epsilon > 6.0
+    assert "Nothing was found" in str(found)
+
+
+def trained(spoil=lambda optimizer: None, canaries=2000, epochs=3, **options):
+    """A private run with canaries; `spoil` may plant a bug before it starts."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 60)
+    data = TensorDataset(torch.randn(EXAMPLES, 40), torch.randn(EXAMPLES, 60))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plan = plan_of("cyclic", bands=3)
+    model, optimizer, loader = make_private(model, optimizer, data, plan, 0.5, canaries=canaries, **options)
+    spoil(optimizer)
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return optimizer
+
+
+def test_a_sound_run_is_not_broken(tmp_path):
+    found = trained().audit()
+    assert not found.broken, str(found)
+    assert found.bound.epsilon > 1.5
+    assert found.measured_epsilon > 6.0
+    found.save(tmp_path / "audit.json")
+    assert json.loads((tmp_path / "audit.json").read_text())["bound"]["canaries"] == 2000
+    found.plot(tmp_path / "audit.png")
+    assert (tmp_path / "audit.png").stat().st_size > 1000
+
+
+def half_the_noise(optimizer):
+    noise, add = optimizer.run.noise, optimizer.run.noise.add_
+
+    def weaker(sums):
+        before = [total.clone() for total in sums]
+        add(sums)
+        for total, known in zip(sums, before, strict=True):
+            total.copy_(known + (total - known) / 2)
+
+    noise.add_ = weaker
+
+
+def the_same_noise_again(optimizer):
+    noise, add, first = optimizer.run.noise, optimizer.run.noise.add_, []
+
+    def repeated(sums):
+        before = [total.clone() for total in sums]
+        add(sums)
+        first.extend([total - known for total, known in zip(sums, before, strict=True)] if not first else [])
+        for total, known, added in zip(sums, before, first, strict=True):
+            total.copy_(known + added)
+
+    noise.add_ = repeated
+
+
+def clip_twice_too_high(optimizer):
+    optimizer._engine.max_grad_norm *= 2
+
+
+def come_twice_as_often(optimizer):
+    run = optimizer.run
+    other = Batches(Cyclic(run.batches.scheme.steps, run.batches.scheme.separation // 2), EXAMPLES, bytes(32))
+    run.batches.__dict__["starting"] = other.starting
+
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        (half_the_noise, "noise"),
+        (the_same_noise_again, "noise"),
+        (clip_twice_too_high, "as loud"),
+        (come_twice_as_often, "came again"),
+    ],
+)
+def test_planted_bugs_are_found(bug, says):
+    optimizer = trained(bug)
+    found = optimizer.audit()
+    assert found.broken
+    assert any(says in fault for fault in found.faults), found.faults
+    assert "broken" in str(found)
+    if bug in (half_the_noise, clip_twice_too_high):
+        assert found.measured_epsilon > 1.5 * found.epsilon
+
+
+def test_canaries_lie_beside_the_real_gradients():
+    """What is known of the real sums is what a run without canaries has, and each canary adds one clip norm, once."""
+    audited, plain = (trained(canaries=count, epochs=1, key=seeded(3)) for count in (2000, 0))
+    watched = audited.run.planted.watched
+    noise = trained(canaries=0, epochs=1, key=seeded(3))  # the same seed: the same noise
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.params, noise.params, strict=True))
+    took_part = watched._took_part[: EXAMPLES // BATCH]
+    assert (took_part.sum(axis=0) == 1).all()
+    added = (watched._left[: EXAMPLES // BATCH] * took_part).sum(axis=0)
+    difference = added[watched.included].mean() - added[~watched.included].mean()
+    assert abs(difference - 1.0) < 6 * audited.noise_multiplier / math.sqrt(500)
+
+
+def test_wrong_requests_are_refused_in_a_sentence():
+    with pytest.raises(QuellError, match="has no canaries: pass canaries="):
+        trained(canaries=0, epochs=1).audit()
+    with pytest.raises(QuellError, match="has seen 20 of 60 steps"):
+        trained(epochs=1).audit()
+    with pytest.raises(QuellError, match="share the draws of 2,000 examples"):
+        trained(canaries=2001)
+    with pytest.raises(QuellError, match="canaries"):
+        trained(canaries=3)
+    with pytest.raises(QuellError, match="confidence=1"):
+        lower_bound(np.zeros(100), np.zeros(100, bool), 1e-5, 1.0)
+    with pytest.raises(QuellError, match="one of each per canary"):
+        lower_bound(np.zeros(100), np.zeros(90, bool), 1e-5)
+
+
+def test_black_box_scores_of_a_model_that_remembers():
+    """Losses of canaries that were trained on, against those that were not, from any model at all."""
+    random = np.random.default_rng(0)
+    coins = random.random(1000) < 0.5
+    losses = random.normal(size=1000) - 3.0 * coins
+    assert lower_bound(-losses, coins, 1e-5).epsilon > 1.5

@@ -1,0 +1,342 @@
+"""PrivateTrainer with the habits that people have: collators, parts, tasks, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from quell.errors import QuellError
+from quell.noise import Key, claims
+from quell.torch import PlanMismatchWarning
+from quell.torch.folders import is_whole_folder, mark_whole
+from tests.pytorch.architectures import LENGTH, SPECIAL, WORDS, tiny, transformers
+from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
+from tests.pytorch.test_huggingface import Stop, arguments
+from tests.pytorch.training import seeded, without_noise
+
+from quell.torch.huggingface import PrivateTrainer  # isort: skip - skipped without transformers
+from quell.torch.losses import losses_for, span_losses  # isort: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = Tokenizer(WordLevel({str(number): number for number in range(WORDS)}, unk_token="3"))
+    special = {"pad_token": "0", "bos_token": "1", "eos_token": "2", "mask_token": "4"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=LENGTH, **special)
+
+
+class Sentences(Dataset):
+    """Sentences of different lengths, as a tokenizer leaves them: lists that a collator has to pad."""
+
+    def __init__(self, name, count=40):
+        maker = np.random.default_rng(2)
+        self.tokens = [maker.integers(5, WORDS, maker.integers(2, LENGTH)).tolist() for _ in range(count)]
+        self.name = name
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        tokens = self.tokens[index]
+        found = {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
+        if self.name == "T5":
+            return {**found, "labels": tokens[::-1]}
+        return {**found, "label": tokens[0] % 3} if self.name == "BERT" else found
+
+
+def collator(name, tokenizer, model=None):
+    if name == "T5":
+        return transformers.DataCollatorForSeq2Seq(tokenizer)
+    if name == "BERT":
+        return transformers.DataCollatorWithPadding(tokenizer)
+    return transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+
+
+def trainer_of(name, folder, plan, tokenizer, options=None, private=None, model=None, count=40, **more):
+    return PrivateTrainer(
+        model or tiny(name),
+        arguments(folder, **(options or {})),
+        data_collator=collator(name, tokenizer),
+        train_dataset=Sentences(name, count),
+        processing_class=tokenizer,
+        plan=plan,
+        private=private,
+        **more,
+    )
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+def by_hand(name, data, batches, collate, expected, rate, bound=1e3):
+    """Clipped SGD by transformers' own loss, one unpadded example at a time."""
+    model = tiny(name)
+    trained = list(model.parameters())
+    for batch in batches:
+        total = [torch.zeros_like(p) for p in trained]
+        for index in batch:
+            model.zero_grad()
+            model(**collate([data[index]])).loss.backward()
+            for found, p in zip(total, trained, strict=True):
+                found += p.grad
+        with torch.no_grad():
+            for found, p in zip(total, trained, strict=True):
+                p -= rate * found / expected
+    return torch.cat([p.detach().flatten() for p in trained])
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5"])
+def test_collators_as_they_are_and_a_loss_that_fits_the_task(name, tmp_path, tokenizer):
+    """Without noise, a step is plain SGD by the model's own loss of each example alone: padding changes nothing."""
+    plan = without_noise(small_plan())
+    trainer = trainer_of(name, tmp_path, plan, tokenizer, {"max_steps": 2, "max_grad_norm": 1e3})
+    assert trainer.train().global_step == 2
+    batches = [batch for _, batch in zip(range(2), trainer.optimizer.run.batches.starting(0), strict=False)]
+    expected = by_hand(name, trainer.train_dataset, batches, collator(name, tokenizer), 8, trainer.args.learning_rate)
+    torch.testing.assert_close(weights(trainer), expected, rtol=1e-3, atol=1e-5)
+
+
+TASKS = [
+    ("BertForSequenceClassification", {"num_labels": 1}, {"labels": torch.randn(3)}),
+    (
+        "BertForSequenceClassification",
+        {"num_labels": 4, "problem_type": "multi_label_classification"},
+        {"labels": torch.randint(0, 2, (3, 4)).float()},
+    ),
+    ("BertForSequenceClassification", {"num_labels": 4}, {"labels": torch.tensor([0, 3, 1])}),
+    ("BertForTokenClassification", {"num_labels": 4}, {"labels": torch.tensor([[1, -100, 2, 0, 3]] * 3)}),
+    ("BertForMaskedLM", {}, {"labels": torch.tensor([[-100, 7, -100, -100, 9]] * 3)}),
+    ("BertForMultipleChoice", {}, {"labels": torch.tensor([0, 1, 1])}),
+    (
+        "BertForQuestionAnswering",
+        {},
+        {"start_positions": torch.tensor([0, 2, 4]), "end_positions": torch.tensor([1, 4, 3])},
+    ),
+    ("LlamaForCausalLM", {}, {"labels": torch.tensor([[-100, 7, 8, -100, 9]] * 3)}),
+    ("LlamaForSequenceClassification", {"num_labels": 4}, {"labels": torch.tensor([0, 3, 1])}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "labels"), TASKS)
+def test_losses_are_the_models_own_of_each_example_alone(kind, options, labels):
+    family = "Bert" if kind.startswith("Bert") else "Llama"
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, **SPECIAL}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes, intermediate_size=8, **options)
+    model = getattr(transformers, kind)(config).eval()
+    tokens = torch.randint(5, WORDS, (3, 2, 5) if "Choice" in kind else (3, 5))
+    together = model(input_ids=tokens)
+    found = losses_for(model)(together, labels if len(labels) > 1 else labels["labels"])
+    for row in range(3):
+        alone = model(input_ids=tokens[row : row + 1], **{name: value[row : row + 1] for name, value in labels.items()})
+        torch.testing.assert_close(found[row], alone.loss, rtol=1e-4, atol=1e-5)
+
+
+def test_answers_that_were_cut_off_do_not_count():
+    outputs = {"start_logits": torch.randn(1, 5), "end_logits": torch.randn(1, 5)}
+    found = span_losses(outputs, {"start_positions": torch.tensor([7]), "end_positions": torch.tensor([1])})
+    torch.testing.assert_close(found, functional.cross_entropy(outputs["end_logits"], torch.tensor([1]))[None] / 2)
+
+
+def test_outputs_without_logits_want_a_loss_of_ones_own():
+    with pytest.raises(QuellError, match="pass example_losses=, a function"):
+        losses_for(torch.nn.Linear(1, 1))({"embedding": torch.zeros(2, 3)}, torch.zeros(2))
+    with pytest.raises(QuellError, match="give one label to each"):
+        losses_for(torch.nn.Linear(1, 1))({"logits": torch.zeros(2, 3, 4)}, torch.zeros(2).long())
+
+
+# Parts of batches
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_planned_step_is_taken_where_batches_have_random_sizes(size, tmp_path, tokenizer):
+    """Also empty ones, on which BERT cannot run; parts are one step, whatever their size."""
+    plan = without_noise(unpriced_poisson_plan())
+    found = []
+    for number, physical in enumerate((size, 50)):
+        options = {"per_device_train_batch_size": physical, "lr_scheduler_type": "linear"}
+        claims._claims.clear()
+        private = {"key": seeded(5)}
+        trainer = trainer_of("BERT", tmp_path / str(number), plan, tokenizer, options, private, count=12)
+        with pytest.warns(PlanMismatchWarning, match="learning rate"):
+            assert trainer.train().global_step == plan.steps
+        assert trainer.privacy_report().steps_done == plan.steps
+        found.append(weights(trainer))
+    sizes = [len(batch) for _, batch in zip(range(plan.steps), trainer.optimizer.run.batches.starting(0), strict=False)]
+    assert 0 in sizes
+    assert max(sizes) > size or size == 3
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_accumulation_is_taken_as_parts(tmp_path, tokenizer, caplog):
+    """Steps, schedules and logs count planned batches of 8, four of which are on the device at a time."""
+    plan = without_noise(small_plan())
+    straight = trainer_of("BERT", tmp_path, plan, tokenizer, {"max_steps": 3})
+    straight.train()
+    options = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "log_level": "info"}
+    parts = trainer_of("BERT", tmp_path, plan, tokenizer, options, {"key": straight.optimizer.run.noise.key})
+    seen = []
+    parts.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    claims._claims.clear()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    assert parts.train().global_step == 3
+    logger.removeHandler(caplog.handler)
+    assert max(seen) == 2
+    assert "Total train batch size (w. parallel, distributed & accumulation) = 8" in caplog.text
+    assert "Instantaneous batch size per device = 2" in caplog.text
+    torch.testing.assert_close(weights(parts), weights(straight), rtol=1e-4, atol=1e-6)
+    with pytest.warns(PlanMismatchWarning, match=r"processes is 4, but the plan's batches have 8 examples"):
+        trainer_of("BERT", tmp_path, plan, tokenizer, {**options, "gradient_accumulation_steps": 2})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpoints_change_nothing(reentrant, tmp_path, tokenizer):
+    found = []
+    for options in (
+        {},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}},
+    ):
+        claims._claims.clear()
+        private = {"key": seeded(5)}
+        trainer = trainer_of("Llama", tmp_path, small_plan(), tokenizer, {"max_steps": 2, **options}, private)
+        if options and reentrant:
+            trainer.model.enable_input_require_grads()
+        trainer.train()
+        found.append(weights(trainer))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+# Evaluation
+
+
+def test_evaluation_metrics_best_model_and_early_stopping(plan, tmp_path, tokenizer):
+    scores = iter([0.1, 0.9, 0.5, 0.4])
+    trainer = trainer_of(
+        "BERT",
+        tmp_path / "run",
+        plan,
+        tokenizer,
+        {
+            "eval_strategy": "steps",
+            "save_strategy": "steps",
+            "eval_steps": 2,
+            "save_steps": 2,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "score",
+            "greater_is_better": True,
+            "save_total_limit": 2,
+        },
+        eval_dataset=Sentences("BERT", 10),
+        compute_metrics=lambda predicted: {"score": next(scores), "rows": len(predicted.label_ids)},
+        callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+    assert trainer.train().global_step == 8  # two evaluations after the best one
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    assert trainer.privacy_report().steps_done == 8
+    assert any(entry.get("eval_rows") == 10 for entry in trainer.state.log_history)
+    best = tiny("BERT").from_pretrained(tmp_path / "run" / "checkpoint-4")
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), best.parameters(), strict=True))
+    with pytest.raises(QuellError, match="every trial of a search is a run on the private data"):
+        trainer.hyperparameter_search()
+
+
+# Checkpoints
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
+
+
+def crashed(folder, plan, tokenizer, step):
+    claims._claims.clear()
+    trainer = trainer_of("BERT", folder, plan, tokenizer, SAVING, model=tiny("BERT", hidden_dropout_prob=0.2))
+    trainer.add_callback(Stop(step))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.optimizer.close()
+    return trainer
+
+
+def resumed(folder, plan, tokenizer, checkpoint=True):
+    claims._claims.clear()
+    torch.manual_seed(5)  # what Trainer and checkpoint do not set would show
+    trainer = trainer_of("BERT", folder, plan, tokenizer, SAVING, model=tiny("BERT", hidden_dropout_prob=0.2))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.optimizer.close()
+    return trainer
+
+
+def tear(folder):
+    (folder / "quell.json").unlink()
+
+
+@pytest.mark.parametrize(("step", "damage"), [(2, None), (7, tear)])
+def test_a_crash_is_resumed_as_in_the_plain_trainer(step, damage, plan, tmp_path, tokenizer):
+    """Also before the first checkpoint, and where the last one was cut off."""
+    folder = tmp_path / "run"
+    crashed(folder, plan, tokenizer, step)
+    key = (tmp_path / "run.key").read_bytes()
+    if damage is not None:
+        damage(folder / "checkpoint-6")
+        with pytest.raises(QuellError, match=r"checkpoint-6 is not a whole checkpoint .* resume_from_checkpoint=True"):
+            resumed(folder, plan, tokenizer, str(folder / "checkpoint-6"))
+        with pytest.warns(UserWarning, match="checkpoint-6 was not written to its end"):
+            trainer = resumed(folder, plan, tokenizer)
+    else:
+        trainer = resumed(folder, plan, tokenizer)
+    assert trainer.privacy_report().steps_done == plan.steps
+    logged = [(entry["step"], entry["epoch"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [(number, pytest.approx(number / 5)) for number in range(1, 11)]
+    claims._claims.clear()
+    shutil.rmtree(folder)
+    straight = trainer_of(
+        "BERT",
+        folder,
+        plan,
+        tokenizer,
+        SAVING,
+        {"key": Key(Key.load(tmp_path / "run.key").reveal())},
+        model=tiny("BERT", hidden_dropout_prob=0.2),
+    )
+    straight.train()
+    assert torch.equal(weights(straight), weights(trainer))
+    assert (tmp_path / "run.key").read_bytes() == key
+
+
+def test_a_new_run_has_a_new_key(plan, tmp_path, tokenizer):
+    folder = tmp_path / "run"
+    crashed(folder, plan, tokenizer, 4)
+    first = (tmp_path / "run.key").read_bytes()
+    crashed(folder, plan, tokenizer, 4)
+    assert (tmp_path / "run.key").read_bytes() != first
+    assert not list(folder.glob("*.key"))  # what is published lies in the folder
+    with pytest.raises(QuellError, match="has no whole checkpoint"):
+        resumed(tmp_path / "elsewhere", plan, tokenizer)
+
+
+def shorten(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [None, shorten, lambda path: path.unlink(), lambda path: path.write_bytes(bytes(9))])
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "quell.json"])
+def test_folders_that_were_cut_off_are_noticed(name, damage, tmp_path):
+    torch.save({"a": torch.zeros(3)}, tmp_path / "optimizer.pt")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert not is_whole_folder(tmp_path)
+    mark_whole(tmp_path)
+    if damage is not None:
+        damage(tmp_path / name)
+    assert is_whole_folder(tmp_path) == (damage is None)
