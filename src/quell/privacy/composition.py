@@ -31,6 +31,7 @@ from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile, Pr
 
 _SLACK = 1e-3  # of a run's promised δ: what its dominating Gaussian may leave out
 _LARGEST = 1e3  # μ that is looked for
+_STRIDE = 8  # of the grid of losses, when it is compared with a Gaussian curve
 _SAFETY = 1e-9  # relative, against rounding in sums of a few hundred squares and in differences of tails
 
 
@@ -131,7 +132,7 @@ def repeated(profile: Profile, times: int, delta: float) -> Profile:
 def dominating_gaussian(profile: Profile, slack: float) -> tuple[float, float]:
     """(μ, s) such that a run is dominated by one that gives everything away with probability s and else is μ-GDP.
 
-    s is `slack`, or what the run's own curve leaves at ε = ∞ if that is more; μ is infinite where no μ is enough.
+    s is `slack`, or what the run's own curve leaves at its end if that is more; μ is infinite where no μ is enough.
 
     >>> mu, lost = dominating_gaussian(GaussianProfile(0.7), 1e-8)
     >>> mu, lost
@@ -139,11 +140,11 @@ def dominating_gaussian(profile: Profile, slack: float) -> tuple[float, float]:
     """
     if isinstance(profile, GaussianProfile):
         return profile.mu, 0.0
-    curves = [curve(losses) for losses in both_ways(profile)]
-    slack = max(slack, 2.0 * max(float(delta[-1]) for _, delta in curves))
+    curves = [curve(losses) for losses in both_ways(profile)]  # each of at least 2¹⁵ values
+    slack = max(slack, 2.0 * max(float(delta[-2 * _STRIDE]) for _, delta in curves))  # beyond, nothing is compared
     # On [ε_j, ε_{j+1}] the run's δ is at most that at the left end, and the Gaussian one's at least that at the right.
-    ends = np.concatenate([epsilon[1:] for epsilon, _ in curves])
-    needed = np.concatenate([delta[:-1] for _, delta in curves])
+    ends = np.concatenate([epsilon[_STRIDE::_STRIDE] for epsilon, _ in curves])
+    needed = np.concatenate([delta[:-_STRIDE:_STRIDE] for _, delta in curves])
     kept = (ends > 0) & (needed > slack)
     ends, needed = ends[kept], needed[kept]
 
