@@ -149,6 +149,16 @@ def test_a_dominating_gaussian_dominates():
     assert min(smaller) < 0
 
 
+@pytest.mark.parametrize("epsilon", [0.5, 40.0, 300.0])
+def test_losses_that_are_almost_one_number_compose(epsilon):
+    """At large ε a promise alone means a loss of ε almost surely."""
+    together = Together((charged(PointProfile(((epsilon, 1e-6),)), math.inf, 1e-6),) * 2)
+    assert 2 * epsilon * (1 - 1e-3) <= together.epsilon(1e-5) <= 2 * epsilon * (1 + 1e-3)
+    assert together.adaptive_epsilon(1e-5) > 2 * epsilon
+    mu, _ = dominating_gaussian(PointProfile(((epsilon, 1e-6),)), 1e-9)
+    assert math.isinf(mu) or gaussian_delta(1 / mu, epsilon) >= 1e-6
+
+
 def test_plans_chosen_by_earlier_losses_can_cost_more_than_any_fixed_order():
     """Why there are two answers: after a lucky first run a gambler takes the mechanism that is worse there.
 

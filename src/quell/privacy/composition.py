@@ -143,8 +143,9 @@ def dominating_gaussian(profile: Profile, slack: float) -> tuple[float, float]:
     curves = [curve(losses) for losses in both_ways(profile)]  # each of at least 2¹⁵ values
     slack = max(slack, 2.0 * max(float(delta[-2 * _STRIDE]) for _, delta in curves))  # beyond, nothing is compared
     # On [ε_j, ε_{j+1}] the run's δ is at most that at the left end, and the Gaussian one's at least that at the right.
-    ends = np.concatenate([epsilon[_STRIDE::_STRIDE] for epsilon, _ in curves])
-    needed = np.concatenate([delta[:-_STRIDE:_STRIDE] for _, delta in curves])
+    # Before the first ε of the grid, where that is not below 0, nothing is known but δ ≤ 1.
+    ends = np.concatenate([epsilon[::_STRIDE] for epsilon, _ in curves])
+    needed = np.concatenate([np.append(1.0, delta[:-_STRIDE:_STRIDE]) for _, delta in curves])
     kept = (ends > 0) & (needed > slack)
     ends, needed = ends[kept], needed[kept]
 

@@ -19,6 +19,7 @@ from quell._types import Array
 _TAIL = 1e-14  # probability that may fall off the grid, at either end
 _CELLS = 1 << 15  # of the grid, at least
 _MOST_PLACES = 1 << 20  # of one part's losses
+_FINEST = 1e-9  # of the largest loss: a loss that is one number has no width of its own
 _MARGIN, _STEEP = 64, 0.5  # cells kept free at the upper end, and the order of a Chernoff bound that makes use of them
 _UPWARDS = 1e-10  # of a cell's probability that is moved up by one place: losses are known to about 10⁻¹⁵
 _FOURIER = 4e-15  # relative error of a part's Fourier coefficients, twice log2(cells)·2⁻⁵³; of r parts r times that
@@ -75,6 +76,7 @@ def compose(parts: Parts, sign: int) -> Losses:
     cells = max(_CELLS, 1 << math.ceil(math.log2(600 * math.sqrt(together))))
     # Where hardly any noise is left, a loss is one number almost surely, and almost never a huge one.
     width = max((depth + height) / (cells - _MARGIN), max(part.widest for _, part in parts) / _MOST_PLACES)
+    width = max(width, _FINEST * max(float(np.abs(loss).max()) for _, loss, _ in sparse))
     start = math.floor(-depth / width)
     spectrum, beyond = np.ones(cells // 2 + 1, dtype=np.complex128), 0.0
     orders = np.array([order, min(order, _STEEP / width)])  # a loss that ends in an edge is as sharp as the grid
