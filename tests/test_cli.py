@@ -146,9 +146,10 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     planned = printed(*PLAN, "--save", str(path))
     users = printed(*PLAN, "--participations", "3", "--separation", "5")
+    drawn = printed(*("--users" if each == "--examples" else each for each in PLAN))
     top, run, yardsticks, mechanism = documented.in_tables("price")
     assert all(top == each.keys() for each in priced)
-    assert run == priced[0]["run"].keys() | planned["run"].keys() | users["run"].keys()
+    assert run == priced[0]["run"].keys() | planned["run"].keys() | users["run"].keys() | drawn["run"].keys()
     assert yardsticks == planned["yardsticks"].keys()
     rows = [row for each in (*priced, planned) for row in each["mechanisms"]]
     assert mechanism == {key for row in rows for key in row}

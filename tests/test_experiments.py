@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import cifar10  # noqa: E402
 import common  # noqa: E402
+import imdb_users  # noqa: E402
 import plans  # noqa: E402
 import results_page  # noqa: E402
 import training  # noqa: E402
@@ -169,3 +170,35 @@ def test_no_two_bands_have_both_the_first_and_the_last_value_printed_for_them() 
     assert min(two(small, fixed, 8.0), two(large, fixed, 8.0)) > 12.695  # what is printed as 12.69 lies between
     assert two(small, bins, 0.25) < two(large, bins, 0.25)
     assert two(small, bins, 0.25) > 1.02 * 125.87
+
+
+def test_made_up_users_learn_sentiment_under_a_promise_per_user() -> None:
+    """A small version of experiments/imdb_users.py: 400 made-up reviews of two kinds of words."""
+    random = np.random.default_rng(0)
+    labels = np.arange(400) % 2
+    users = imdb_users.made_up_users(labels)
+    people, counts = np.unique(users, return_counts=True)
+    assert np.array_equal(people, np.arange(len(people)))
+    assert counts.max() > 3 * np.median(counts)
+    kinds = (["dull", "bad", "weak"], ["great", "fine", "strong"])
+    texts = [" ".join(random.choice([*kinds[label], "film", "plot", "the"], 12)) for label in labels]
+    data = torch.utils.data.TensorDataset(imdb_users.features(texts), torch.as_tensor(labels))
+    assert data.tensors[0].shape == (400, imdb_users.WORDS)
+    setting = imdb_users.Setting("user", 2)
+    plan = imdb_users.plan_for(setting, 400, len(people), epochs=2, epsilon=50.0, sampling="cyclic", draws=1)
+    assert (plan.run.drawn, plan.run.examples) == ("user", len(people))
+    found = imdb_users.accuracy(imdb_users.train(setting, plan, data, users, 3.0, seed=1), data)
+    assert found > 80
+
+
+def test_the_page_about_users_has_the_numbers_of_the_experiment() -> None:
+    runs = common.read_json(common.RESULTS / "imdb_users.json")["runs"]
+    page = (Path(__file__).parents[1] / "docs" / "users.md").read_text(encoding="utf-8")
+    for setting in imdb_users.SETTINGS:
+        final = [run for run in runs if run["setting"] == setting.name and run["seed"] in imdb_users.SEEDS]
+        found = [run["accuracy"] for run in final]
+        noise = "" if setting.unit is None else f"{final[0]['noise_multiplier']:.3g}"
+        how = final[0]["mechanism"] or ""
+        row = f"| {setting.name} | {how} | {noise} | {np.mean(found):.1f} ({min(found):.1f} to {max(found):.1f}) |"
+        assert len(found) == 3
+        assert row in page, row

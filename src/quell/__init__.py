@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quell.budget import Budget
+    from quell.costs import Limits
     from quell.errors import QuellError
     from quell.planning import Mechanism, Plan, Prices, make_plan, plan
     from quell.planning.file import verify
-    from quell.run import Limits, Promise, Run
+    from quell.run import Promise, Run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 # Loaded on first use, so that `import quell` costs milliseconds and pulls in neither SciPy nor a framework.
 _HOMES = {
     "Budget": "quell.budget",
-    "Limits": "quell.run",
+    "Limits": "quell.costs",
     "Mechanism": "quell.planning",
     "Plan": "quell.planning",
     "Prices": "quell.planning",

@@ -16,6 +16,7 @@ is made and stored with the plan, so that a plan file means the same on every ma
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -137,3 +138,42 @@ def measured_file() -> Path:
     if home is None:
         raise QuellError("measured costs live in the cache folder, which QUELL_CACHE=off turns off: set another one")
     return home / _FILE
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What noise may cost.
+
+    Args:
+        memory: Most model-sized vectors kept between steps; None for no limit.
+        draws: Most noise vectors generated per step.
+        time_limit: How long noise may take (`quell.costs.TimeLimit.of_share`); None for no limit.
+    """
+
+    memory: float | None = 4.0
+    draws: int = 16
+    time_limit: TimeLimit | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draws", require_count("draws", self.draws))
+        if self.memory is not None:
+            object.__setattr__(self, "memory", require_finite("memory", self.memory))
+            if self.memory < 0:
+                raise QuellError(
+                    f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without "
+                    "buffers"
+                )
+        if self.time_limit is not None and not isinstance(self.time_limit, TimeLimit):
+            raise QuellError(
+                f"time_limit={short(self.time_limit)} is not a limit: make one with quell.costs.TimeLimit.of_share"
+            )
+
+    @property
+    def buffers(self) -> float:
+        """The limit on memory as a number."""
+        return math.inf if self.memory is None else self.memory
+
+    def fits(self, noise: Noise) -> bool:
+        """Whether noise stays within all limits."""
+        in_time = self.time_limit is None or self.time_limit.allows(noise.buffers, noise.draws)
+        return noise.buffers <= self.buffers and noise.draws <= self.draws and in_time

@@ -40,10 +40,9 @@ def require_finite(name: str, value: float) -> float:
     return number
 
 
-def require_count(name: str, value: float, least: int = 1) -> int:
+def require_count(name: str, value: float | None, least: int = 1) -> int:
     """`value` as an int, refused when it is not whole or below `least`."""
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not least <= value < _MOST or value != int(value):
+    if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < _MOST or value != int(value):
         raise QuellError(f"{name}={short(value)} must be a whole number of at least {least}")
     return int(value)
 

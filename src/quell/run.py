@@ -6,7 +6,6 @@ optimizer's numbers describe an optimizer, and how often anyone takes part fits 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import Any
 
 from quell import workload
 from quell.analysis.objective import OBJECTIVES
-from quell.costs import Noise, TimeLimit
+from quell.costs import Limits, TimeLimit
 from quell.errors import QuellError, require_count, require_finite, require_privacy, short
 from quell.participation import Participation
 from quell.schemes import BEST, FIXED, Scheme, named
@@ -76,45 +75,6 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What noise may cost.
-
-    Args:
-        memory: Most model-sized vectors kept between steps; None for no limit.
-        draws: Most noise vectors generated per step.
-        time_limit: How long noise may take (`quell.costs.TimeLimit.of_share`); None for no limit.
-    """
-
-    memory: float | None = 4.0
-    draws: int = 16
-    time_limit: TimeLimit | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "draws", require_count("draws", self.draws))
-        if self.memory is not None:
-            object.__setattr__(self, "memory", require_finite("memory", self.memory))
-            if self.memory < 0:
-                raise QuellError(
-                    f"memory={self.memory:g} model copies must not be negative: 0 allows only mechanisms without "
-                    "buffers"
-                )
-        if self.time_limit is not None and not isinstance(self.time_limit, TimeLimit):
-            raise QuellError(
-                f"time_limit={short(self.time_limit)} is not a limit: make one with quell.costs.TimeLimit.of_share"
-            )
-
-    @property
-    def buffers(self) -> float:
-        """The limit on memory as a number."""
-        return math.inf if self.memory is None else self.memory
-
-    def fits(self, noise: Noise) -> bool:
-        """Whether noise stays within all limits."""
-        in_time = self.time_limit is None or self.time_limit.allows(noise.buffers, noise.draws)
-        return noise.buffers <= self.buffers and noise.draws <= self.draws and in_time
-
-
-@dataclass(frozen=True)
 class Run:
     """A training run, its promise and its limits. Make one with `Run.from_data` or `Run.from_steps`.
 
@@ -126,7 +86,9 @@ class Run:
         schemes: The ways of forming batches that the data pipeline can do; a plan takes the best.
         objective: What a plan minimises: "training", "rmse" or "maxse".
         limits: What noise may cost in memory, draws and time.
-        examples, batch_size: The data; None if the run was given by its steps.
+        examples, batch_size: The data, counted in what batches are drawn of; None if the run was given by its steps.
+        drawn: What batches are drawn of: "example", "user" where each user is one unit of a batch, or "group" where the
+            users who share examples are.
 
     >>> Run.from_data(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5).steps
     3900
@@ -141,15 +103,18 @@ class Run:
     limits: Limits = field(default_factory=Limits)
     examples: int | None = None
     batch_size: int | None = None
+    drawn: str = "example"
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise QuellError(f"there is no objective {short(self.objective)}: use {', '.join(OBJECTIVES)}")
+        if self.drawn != "example" and not self.user_level:
+            raise QuellError(f"batches drawn of {self.drawn}s promise privacy per user: make the promise's unit user")
         count, b = self.participation.count, self.participation.separation
-        if not self.user_level and count < self.epochs:
+        if not self.own_pattern and count < self.epochs:
             raise QuellError(
-                f"separation={b} lets an example take part {count} times, but {self.epochs} epochs use it more often: "
-                f"give a separation of at most {self.steps // self.epochs}"
+                f"separation={b} lets one {self.drawn} take part {count} times, but {self.epochs} epochs use it "
+                f"more often: give a separation of at most {self.steps // self.epochs}"
             )
         assert self.workload  # which refuses momentum, weight decay and schedules that make no sense
 
@@ -157,7 +122,9 @@ class Run:
     def from_data(
         cls,
         *,
-        examples: int,
+        examples: int | None = None,
+        users: int | None = None,
+        groups: int | None = None,
         batch_size: int,
         epochs: int,
         epsilon: float,
@@ -178,34 +145,41 @@ class Run:
 
         Args:
             examples, batch_size, epochs: The data; every epoch visits all examples.
+            users: How many users there are, instead of `examples`, for privacy per *user*: batches are drawn of users
+                (`make_private(..., users=ids)`), `batch_size` counts users, and an epoch visits each of them once.
+            groups: The same where examples have several users: how many groups of users `quell.schemes.users.shared`
+                finds. The promise is per user, if who owns which example is public (docs/users.md).
             epsilon, delta: The promise.
             momentum, weight_decay, learning_rates, adaptive: The optimizer (see `Optimizer`).
             memory, draws, time_limit: What noise may cost (see `Limits`).
             sampling: The schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
             objective: What a plan minimises: "training" (predicted training error), "rmse" or "maxse".
-            separation, participations: For privacy per *user*: the fewest steps between two batches with data of one
-                user, and the most such batches. Your data pipeline has to make sure of both.
+            separation, participations: For privacy per user with batches of examples: the fewest steps between two
+                batches with data of one user, and the most such batches. Your data pipeline has to make sure of both.
 
         Returns:
             The run; raises `QuellError` if the numbers do not fit together.
         """
-        examples, batch_size = require_count("examples", examples), require_count("batch_size", batch_size)
+        drawn, count = population(examples, users, groups)
+        if drawn != "example" and (separation, participations) != (None, None):
+            raise QuellError(f"{drawn}s= decides how often a {drawn} is used: leave separation and participations out")
+        count, batch_size = require_count(f"{drawn}s", count), require_count("batch_size", batch_size)
         epochs = require_count("epochs", epochs)
-        if batch_size > examples:
-            raise QuellError(f"batch_size={batch_size:,} is larger than the data set of {examples:,} examples")
-        steps = examples // batch_size * epochs
-        allowed, unit = named(sampling), "example"
-        pattern = Participation(steps, examples // batch_size)
+        if batch_size > count:
+            raise QuellError(f"batch_size={batch_size:,} is larger than the data set of {count:,} {drawn}s")
+        steps = count // batch_size * epochs
+        allowed, unit = named(sampling), "example" if drawn == "example" else "user"
+        pattern = Participation(steps, count // batch_size)
         if separation is not None or participations is not None:
             unit, usable = "user", tuple(kind for kind in allowed if kind.per_user)
             if not usable or (len(usable) < len(allowed) and allowed != BEST):
-                raise QuellError(f"sampling={sampling} is priced per example: per user only {FIXED.name} is")
+                raise QuellError(
+                    f"sampling={sampling} is priced per example: per user only {FIXED.name} is (or use users=)"
+                )
             allowed = usable
-            pattern = Participation(
-                steps,
-                1 if separation is None else require_count("separation", separation),
-                0 if participations is None else require_count("participations", participations),
-            )
+            least = 1 if separation is None else require_count("separation", separation)
+            most = 0 if participations is None else require_count("participations", participations)
+            pattern = Participation(steps, least, most)
         return cls(
             pattern,
             epochs,
@@ -214,8 +188,9 @@ class Run:
             allowed,
             objective,
             Limits(memory, draws, time_limit),
-            examples,
+            count,
             batch_size,
+            drawn,
         )
 
     @classmethod
@@ -285,8 +260,8 @@ class Run:
         if self.examples is None:
             usual = self.participation.separation == self.steps // self.epochs  # then it follows the epochs
             return {"steps": self.steps, "separation": None if usual else self.participation.separation, **given}
-        given |= {"examples": self.examples, "batch_size": self.batch_size, **vars(self.limits)}
-        if self.user_level:
+        given |= {f"{self.drawn}s": self.examples, "batch_size": self.batch_size, **vars(self.limits)}
+        if self.own_pattern:
             uncapped = Participation(self.steps, self.participation.separation).count
             count = None if self.participation.count == uncapped else self.participation.count
             given |= {"separation": self.participation.separation, "participations": count}
@@ -301,7 +276,7 @@ class Run:
         limits = {} if self.examples is None else {"limits": asdict(self.limits)}
         for name in ("epsilon", "delta", *vars(self.limits)):
             asked.pop(name, None)
-        if self.examples is None or self.user_level:
+        if self.examples is None or self.own_pattern:
             asked |= {"separation": self.participation.separation, "participations": self.participation.count}
         return {**asked, "promise": promise, "optimizer": optimizer, **limits}
 
@@ -326,6 +301,11 @@ class Run:
         return self.promise.unit == "user"
 
     @property
+    def own_pattern(self) -> bool:
+        """Whether separation and participations are those of users in batches of examples, and not the scheme's."""
+        return self.user_level and self.drawn == "example"
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch."""
         return self.steps // self.epochs
@@ -339,3 +319,16 @@ class Run:
     def workload(self) -> workload.Workload:
         """The workload A: what the optimizer does with the gradients of the run."""
         return self.optimizer.workload(self.steps)
+
+
+def population(examples: int | None, users: int | None, groups: int | None) -> tuple[str, int | None]:
+    """What batches are drawn of, and how many there are; refuses more than one of the three.
+
+    >>> population(None, 20, None)
+    ('user', 20)
+    """
+    given = {"example": examples, "user": users, "group": groups}
+    known = [drawn for drawn, count in given.items() if count is not None] or ["example"]
+    if len(known) > 1:
+        raise QuellError(f"batches are drawn of {' or '.join(f'{drawn}s' for drawn in known)}: give one of them")
+    return known[0], given[known[0]]

@@ -76,8 +76,9 @@ def refuse_user_level(plan: object) -> None:
     if run is not None and run.user_level:
         raise QuellError(
             "the plan's promise is per user, but batches are drawn and gradients clipped per example here: make a plan "
-            "without separation and participations; or, where your own code clips per user and keeps users' steps as "
-            "far apart as planned, pass plan.mechanism to CorrelatedNoise, or in JAX to privatize"
+            "with users= for make_private(..., users=ids), or without separation and participations; or, where your "
+            "own code clips per user and keeps users' steps as far apart as planned, pass plan.mechanism to "
+            "CorrelatedNoise, or in JAX to privatize"
         )
 
 

@@ -27,9 +27,9 @@ class PrivacyReport:
 
     `epsilon_at_the_end` and `delta` hold after all `steps`. `epsilon_so_far` holds for the steps released so far, at
     the same δ; `epsilon_so_far_is` says whether it was certified for them or is that of the whole run. Both are for one
-    example more or less (`adjacency`) and need batches formed as `sampling_assumption` says. `failure_probability` is
-    that of Monte-Carlo accounting and is already included in `delta`. `meaning` is what the whole run lets the best
-    attacker find out.
+    `unit` more or less, an example or a user with all rows (`adjacency`), and need batches formed as
+    `sampling_assumption` says. `failure_probability` is that of Monte-Carlo accounting and is already included in
+    `delta`. `meaning` is what the whole run lets the best attacker find out.
     """
 
     unit: str
@@ -91,10 +91,10 @@ def privacy_report(
     guarantee = mechanism.guarantee
     spent, kind = _spent(mechanism, batches, step, released)
     return PrivacyReport(
-        unit="one example",
+        unit=f"one {words.whom(batches.unit)}",
         adjacency=guarantee.adjacency,
         sampling=guarantee.sampling,
-        sampling_assumption=statement.assumption(guarantee.sampling),
+        sampling_assumption=statement.assumption(guarantee.sampling, batches.unit),
         mechanism=describe(mechanism.strategy),
         noise_multiplier=mechanism.noise_multiplier,
         max_grad_norm=max_grad_norm,

@@ -7,22 +7,30 @@ from typing import Annotated, Any
 
 from quell.cli import options, terminal
 from quell.cli.options import GOALS, goal, limit, output, the_run, user
+from quell.cli.users import rows_of_users
 from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
 from quell.files import require_writable
 from quell.planning import make_plan
 from quell.planning.questions import choices_for_steps, plan_for_rmse
+from quell.planning.users import user_limits
 from quell.run import Run
 from quell.schemes import BEST, FIXED, named
+from quell.schemes.randomness import Indices
 from quell.show import plots, tables, words
 
+_USERS = (
+    "How many users there are, or a table with the user of each example (.csv, .tsv, .txt, .npy): batches are drawn of "
+    "users, and --batch-size counts users."
+)
+_COLUMN = "The column of that table with the users' ids; sender,receiver where examples have several users."
 _DEVICES = f"{', '.join(DEVICES)}, or measured"
 
 
 def plan(
-    examples: Annotated[int, the_run("Examples in the training set.")],
     epsilon: options.Epsilon,
     delta: options.Delta,
+    examples: Annotated[int | None, the_run("Examples in the training set.")] = None,
     batch_size: Annotated[int | None, the_run("Examples per step.")] = None,
     epochs: Annotated[int | None, the_run("Passes over the data.")] = None,
     steps: Annotated[int | None, the_run("Instead of both: compare ways to spend this many steps.")] = None,
@@ -39,8 +47,13 @@ def plan(
     device: Annotated[str | None, limit(f"Hardware to assume for --noise-share: {_DEVICES}. Default: h200.")] = None,
     sampling: options.Schemes = "best",
     fast: Annotated[bool, goal(f"Fixed batches (--sampling {FIXED.name}): an answer in seconds.", "--fast")] = False,
-    separation: Annotated[int | None, user("Fewest steps between two participations of a user.")] = None,
-    participations: Annotated[int | None, user("Most participations of a user.")] = None,
+    users: Annotated[str | None, user(_USERS)] = None,
+    user_column: Annotated[str | None, user(_COLUMN)] = None,
+    rows_per_user: Annotated[int | None, user("With a table: rows that a user brings to a step. Default: 1.")] = None,
+    separation: Annotated[
+        int | None, user("Batches of examples: fewest steps between two participations of a user.")
+    ] = None,
+    participations: Annotated[int | None, user("Batches of examples: most participations of a user.")] = None,
     target_rmse: Annotated[float | None, goal("Find the smallest epsilon with this RMSE, from --epsilon on.")] = None,
     save: Annotated[Path | None, output("Write the plan to this file, for quell verify.")] = None,
     plot: options.Plot = None,
@@ -49,10 +62,13 @@ def plan(
 ) -> None:
     """Compare mechanisms for a training run and recommend one.
 
-    Give --examples, --batch-size, --epochs, --epsilon and --delta; everything else has a default.
+    Give --examples (or --users), --batch-size, --epochs, --epsilon and --delta; everything else has a default.
     """
+    if examples is None and users is None:
+        raise QuellError("a plan needs --examples, or --users for privacy per user")
+    table = _table(users, user_column, rows_per_user)
     unused: dict[str, object] = {"--batch-size": batch_size, "--epochs": epochs, "--target-rmse": target_rmse}
-    unused |= {"--save": save, "--plot": plot, "--html": html}
+    unused |= {"--save": save, "--plot": plot, "--html": html, "--rows-per-user": rows_per_user}
     if steps is not None and (given := [name for name, value in unused.items() if value is not None]):
         raise QuellError(
             f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
@@ -66,6 +82,10 @@ def plan(
         "objective": objective or ("training" if target_rmse is None else "rmse"),
         "time_limit": _time_limit(noise_share, step_seconds, parameters, device),
     }
+    if table is not None:
+        known[f"{table[0]}s"] = len(table[1])
+    elif users is not None:
+        known["users"] = int(users)
     if steps is not None:
         _show_choices(steps, known, as_json)
         return
@@ -81,11 +101,20 @@ def plan(
         if html is not None:
             chosen.write_page(html)
         answers = None if as_json else chosen.answers
+        limits = None if table is None else user_limits(chosen, table[1], rows_per_user or 1, table[2])
     if answers is None:
-        terminal.print_json({**chosen.as_dict(), "meaning": chosen.meaning.as_dict()})
+        content = {**chosen.as_dict(), "meaning": chosen.meaning.as_dict()}
+        terminal.print_json(content | ({} if limits is None else {"user_limits": limits.as_dict()}))
         return
     tables.print_plan(chosen, answers, terminal.console)
+    if limits is not None:
+        terminal.console.print(tables.limits_table(limits))
+        for sentence in words.user_limits(limits):
+            terminal.say(sentence)
     terminal.say_written([save, plot, html])
+    if not run.user_level:
+        for line in words.next_lines(save):
+            terminal.say(line)
 
 
 def _show_choices(steps: int, known: dict[str, Any], as_json: bool) -> None:
@@ -96,6 +125,20 @@ def _show_choices(steps: int, known: dict[str, Any], as_json: bool) -> None:
         return
     terminal.console.print(tables.choices_table(choices))
     terminal.say(words.best_choice(min(choices, key=lambda choice: choice.error_per_example)))
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 19  # Python refuses to read long ones
+
+
+def _table(users: str | None, column: str | None, rows_per_user: int | None) -> tuple[str, Indices, int] | None:
+    """What `rows_of_users` finds, where a table was given; refuses options that would do nothing."""
+    if users is not None and not _is_number(users):
+        return rows_of_users(Path(users), column)
+    for name, given in (("--user-column", column), ("--rows-per-user", rows_per_user)):
+        if given is not None:
+            raise QuellError(f"{name} is for a table of user ids (--users ids.csv): give both")
+    return None
 
 
 def _sampling(sampling: str, fast: bool) -> str:

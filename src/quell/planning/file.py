@@ -38,13 +38,13 @@ _ESTIMATED = 0.02  # of the yardstick in files of version 2, if batches are rand
 _DENSE = 512
 _LONG = 200  # characters of a file's own words that are shown
 _PARTS = {"format", "version", "run", "yardsticks", "recommended", "mechanisms"}
-_RUN = {"examples", "batch_size", "epochs", "sampling", "objective", "promise", "optimizer", "limits"}
+_RUN = {"batch_size", "epochs", "sampling", "objective", "promise", "optimizer", "limits"}
 _GROUPS = {
     "promise": {"epsilon", "delta", "unit"},
     "optimizer": {"momentum", "weight_decay", "learning_rates", "adaptive"},
     "limits": {"memory", "draws", "time_limit"},
 }
-_USER = {"separation", "participations"}  # of a run, where the promise is per user
+_DATA = ({"examples"}, {"users"}, {"groups"}, {"examples", "separation", "participations"})  # one of these is there too
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _misshapen(content: dict[str, Any]) -> str | None:
     if set(content) != _PARTS:
         return "it does not have the parts of a plan"
     run = content["run"]
-    if not isinstance(run, dict) or not _RUN <= set(run) <= _RUN | _USER:
+    if not isinstance(run, dict) or all(set(run) != _RUN | data for data in _DATA):
         return "its run does not have the parts of a run"
     for name, value in run.items():
         if name in _GROUPS and (not isinstance(value, dict) or set(value) != _GROUPS[name]):

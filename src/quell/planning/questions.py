@@ -23,7 +23,7 @@ from quell.planning.prices import Prices
 from quell.planning.search import Progress, pareto, search
 from quell.privacy import Meaning
 from quell.privacy.accountant import round_up
-from quell.run import Run
+from quell.run import Run, population
 from quell.strategy import FAMILIES
 from quell.strategy.family import HORIZON
 
@@ -90,7 +90,7 @@ def changes(plan: Plan) -> Iterator[Change]:
             ratio = mechanism.score(objective) / chosen.score(objective)
             yield Change("memory", mechanism, ratio)
             break
-    if run.user_level or run.examples is None or run.batch_size is None:
+    if run.own_pattern or run.examples is None or run.batch_size is None:
         return
     for what, twice in (("epochs", 2 * run.epochs), ("batch_size", 2 * run.batch_size)):
         if isinstance(run.optimizer.learning_rates, tuple) or (what == "batch_size" and twice > run.examples):
@@ -98,14 +98,14 @@ def changes(plan: Plan) -> Iterator[Change]:
         try:
             with threadpool_limits(1):
                 other = run.changed(sampling=chosen.sampling, **{what: twice})
-                found = _same_kind(chosen, Prices(other), run.participation.separation)
+                found = same_kind(chosen, Prices(other), run.participation.separation)
         except QuellError:  # the mechanism does not go with that
             continue
         seen = other.epochs / run.epochs
         yield Change(what, found, found.score(objective) / seen / chosen.score(objective))
 
 
-def _same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:
+def same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:
     """An estimate of the plan's kind of mechanism for another run; `separation` is that of the plan's run."""
     parameters = dict(chosen.strategy.parameters)
     if HORIZON in parameters:
@@ -173,7 +173,7 @@ class EpochChoice:
 
     @property
     def error_per_example(self) -> float:
-        """The objective's error per example seen."""
+        """The objective's error per example (or user) seen."""
         return self.mechanism.score(self.run.objective) / (self.run.epochs * (self.run.examples or 1))
 
     def as_dict(self) -> dict[str, Any]:
@@ -188,25 +188,33 @@ class EpochChoice:
 
 
 def choices_for_steps(
-    steps: int, *, examples: int, progress: Progress | None = None, **arguments: Any
+    steps: int,
+    *,
+    examples: int | None = None,
+    users: int | None = None,
+    groups: int | None = None,
+    progress: Progress | None = None,
+    **arguments: Any,
 ) -> list[EpochChoice]:
     """Ways to spend a number of steps: about 1, 2, 4, … epochs, each with its best mechanism.
 
     Args:
         steps: Optimizer steps to spend.
-        examples: Size of the data set.
+        examples, users, groups: Size of the data set, in one of these, as in `Run.from_data`.
         progress: Called with (done, total, what) for every number of epochs.
         arguments: All other arguments of `Run.from_data`.
 
     Returns:
         The choices, fewest epochs first, until one more doubling gains little.
     """
-    steps, examples = require_count("steps", steps), require_count("examples", examples)
+    drawn, size = population(examples, users, groups)
+    steps, count = require_count("steps", steps), require_count(f"{drawn}s", size)
     found: list[EpochChoice] = []
-    ways = _batches_and_epochs(steps, examples)
+    ways = _batches_and_epochs(steps, count)
     sturdy = tuple(family for family in FAMILIES.values() if family.sturdy)
     for done, (batch_size, epochs) in enumerate(ways):
-        run = Run.from_data(examples=examples, epochs=epochs, batch_size=batch_size, **arguments)
+        sizes: dict[str, Any] = {f"{drawn}s": count, "epochs": epochs, "batch_size": batch_size}
+        run = Run.from_data(**sizes, **arguments)
         if progress is not None:
             progress(done, len(ways), f"{epochs} epochs")
         with threadpool_limits(1):

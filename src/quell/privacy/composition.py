@@ -5,7 +5,7 @@ Three answers:
 | | holds | how |
 |---|---|---|
 | `Together.epsilon` | for plans that were fixed in advance | losses composed on a grid; Gaussian runs by Σ μ² |
-| `Together.adaptive_epsilon` | also for plans chosen by what earlier runs released | Proof 16 |
+| `Together.adaptive_epsilon` | also for plans chosen by what earlier runs released | Proof 18 |
 | `Together.naive` | what adding up promises would say, for comparison | Σ ε at Σ δ |
 
 What is released *inside* a run may always depend on everything before. The difference is about plans: with the losses
@@ -83,7 +83,7 @@ class Together:
         return min(known, _gaussian_epsilon(self._gaussian, delta, [each.profile.failure for each in self.charges]))
 
     def adaptive_epsilon(self, delta: float) -> float:
-        """The same for plans chosen with everything in view that earlier runs released (Proof 16)."""
+        """The same for plans chosen with everything in view that earlier runs released (Proof 18)."""
         if len(self.charges) < 2:  # the first plan is chosen before anything is released
             return self.epsilon(delta)
         covers = [dominating_gaussian(each.profile, _SLACK * each.delta) for each in self.charges]

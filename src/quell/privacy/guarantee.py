@@ -15,11 +15,12 @@ from quell.analysis.sensitivity import Sensitivity
 class Guarantee:
     """Training with noise `noise_multiplier` (σ, per unit of clip norm, sensitivity included) is (epsilon, delta)-DP.
 
-    The unit of privacy is one example; neighbours differ by removing it from (or zeroing it in) every batch it
-    would be in. `bracket` encloses the exact δ of this noise at this ε; `delta` is never below its upper end. Where
-    the upper end is a confidence bound, it fails with at most `failure_probability` over the accountant's draws, and
-    that probability is already part of `delta`: the statement needs no "with high probability". `scheme` is the way of
-    forming batches that it holds for, with its numbers; it says nothing about any other.
+    The unit of privacy is one example, or one user where batches are drawn of users; neighbours differ by removing it
+    from (or zeroing it in) every batch it would be in. `bracket` encloses the exact δ of this noise at this ε; `delta`
+    is never below its upper end. Where the upper end is a confidence bound, it fails with at most `failure_probability`
+    over the accountant's draws, and that probability is already part of `delta`: the statement needs no "with high
+    probability". `scheme` is the way of forming batches that it holds for, with its numbers; it says nothing about any
+    other.
     """
 
     epsilon: float

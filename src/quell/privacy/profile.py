@@ -55,7 +55,7 @@ class CoinProfile:
 class PointProfile:
     """δ is at most `points[i][1]` at ε = `points[i][0]` ≥ 0, in both directions; all of it fails with `failure`.
 
-    Points come from certificates. Between them the curve is their chords, because δ is convex in e^ε (Proof 15).
+    Points come from certificates. Between them the curve is their chords, because δ is convex in e^ε (Proof 17).
     """
 
     points: tuple[tuple[float, float], ...]
@@ -79,7 +79,7 @@ class Atoms:
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float]]) -> Atoms:
-        """The dominating pair of certified points (Proof 15).
+        """The dominating pair of certified points (Proof 17).
 
         >>> pair = Atoms.of([(1.0, 0.01)])
         >>> [round(p / (1 - 0.01), 4) for p in pair.mass], pair.infinite

@@ -3,7 +3,7 @@
 Trying five learning rates and keeping the best model costs as much as releasing all five, if their number is fixed. If
 the number is random and hidden, with a law that is flat enough, much less: nobody can tell whether the released trial
 won against few or many (Liu & Talwar 2019; Papernot & Steinke 2022, arXiv:2110.03620). Those theorems go through Rényi
-divergences. Here the whole profile of one trial is used, which costs less and fits certified points (Proof 17; for
+divergences. Here the whole profile of one trial is used, which costs less and fits certified points (Proof 19; for
 a close relative see arXiv:2402.06701).
 
 Every trial must be an independent draw of the same mechanism: parameters drawn from a law that does not depend on
@@ -83,7 +83,7 @@ class Trials:
         return count
 
     def loss(self, delta: Delta) -> float:
-        """ln ρ: how much more ε a selection costs than one of its trials, whose δ(ε) is given (Proof 17)."""
+        """ln ρ: how much more ε a selection costs than one of its trials, whose δ(ε) is given (Proof 19)."""
         if self.law == "truncated-poisson":
             return self.rate * min(1.0, delta(0.0)) * (1 + 1e-12)
         low, high = 0.0, math.log(self.mean)  # at ln(mean) any δ is enough

@@ -37,7 +37,7 @@ class BMinSep(Scheme):
     """
 
     name: ClassVar[str] = "b_min_sep"
-    words: ClassVar[str] = "Each example joins batches at random, with a fixed pause after each time that it was used."
+    words: ClassVar[str] = "Each {unit} joins batches at random, with a fixed pause after each use."
     drawn: ClassVar[bool] = True
     steps: int
     separation: int

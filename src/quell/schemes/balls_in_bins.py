@@ -31,7 +31,7 @@ class BallsInBins(Scheme):
     """
 
     name: ClassVar[str] = "balls_in_bins"
-    words: ClassVar[str] = "Each example is put into one batch of the epoch at random and stays there in later epochs."
+    words: ClassVar[str] = "Each {unit} is put into one batch of the epoch at random and stays there in later epochs."
     takes_any_strategy: ClassVar[bool] = True
     drawn: ClassVar[bool] = True
     unknown: ClassVar[str] = ": its bins are drawn once and kept in every epoch"

@@ -39,6 +39,7 @@ class Batches:
     scheme: Scheme
     examples: int
     key: bytes = field(repr=False)
+    unit: str = "example"  # what the indices are those of: "user" where users are drawn
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "examples", require_count("examples", self.examples))

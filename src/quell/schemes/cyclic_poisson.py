@@ -29,7 +29,7 @@ class CyclicPoisson(Scheme):
     """
 
     name: ClassVar[str] = "cyclic_poisson"
-    words: ClassVar[str] = "Each example belongs to one group. Groups take turns, and members join the batch at random."
+    words: ClassVar[str] = "Each {unit} has one of a few turns. Those whose turn it is join the batch at random."
     steps: int
     groups: int
     rate: float

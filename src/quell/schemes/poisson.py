@@ -28,7 +28,7 @@ class Poisson(Scheme):
     """
 
     name: ClassVar[str] = "poisson"
-    words: ClassVar[str] = "At every step each example joins the batch at random, independently of all others."
+    words: ClassVar[str] = "At every step each {unit} joins the batch at random, independently of all others."
     best_for_independent_noise: ClassVar[bool] = True
     groups: ClassVar[int] = 1  # it is cyclic Poisson sampling with one group
     steps: int

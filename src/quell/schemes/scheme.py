@@ -40,12 +40,12 @@ class Scheme(ABC):
 
     name: ClassVar[str]  # what users pass as sampling=; also in plan files
     adjacency: ClassVar[str] = "add-remove"
-    words: ClassVar[str]  # how batches are formed, in a sentence for people
+    words: ClassVar[str]  # how batches are formed, in a sentence for people; {unit} stands for example or user
     amplifies: ClassVar[bool] = True  # whether random batches are part of the proof
     best_for_independent_noise: ClassVar[bool] = False  # no other scheme needs less of it
     takes_any_strategy: ClassVar[bool] = False  # whether every C ≥ 0 is accepted, with any number of bands
     drawn: ClassVar[bool] = False  # whether certificates may come from draws
-    per_user: ClassVar[bool] = False  # whether its proof also holds for users with several examples
+    per_user: ClassVar[bool] = False  # whether its proof also holds for users with several examples in batches
     equal_sizes: ClassVar[bool] = False  # whether batch sizes differ by at most one example
     unknown: ClassVar[str] = ""  # added to the error about an unknown option
 

@@ -26,16 +26,25 @@ def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, s
     """
     guarantee, unit, pattern = plan.mechanism.guarantee, plan.run.promise.unit, plan.run.participation
     neighbours = _NEIGHBOURS[guarantee.adjacency].format(unit=unit)
-    if plan.run.user_level:
+    formed = plan.mechanism.scheme.words.format(unit=plan.run.drawn)
+    if plan.run.own_pattern:
         protected = (
             f"Each single user, with all their examples, as long as these take part in at most {pattern.count:,} steps "
             f"that are at least {pattern.separation:,} apart. {neighbours}"
         )
         formed = "In any way that keeps every user's steps as few and as far apart as stated."
+    elif plan.run.drawn == "group":
+        protected = (
+            "Each single user, with all their examples, also those that they share with others. The comparison is with "
+            "the same run in which the gradients of all of these are set to zero. Which examples there are, and who "
+            "owns which, is public: nothing is promised about that."
+        )
+        formed += " A group is all users who own the same examples, and everyone is in one group at most."
+    elif plan.run.user_level:
+        protected = f"Each single user, with all their examples, however many these are. {neighbours}"
     else:
         protected = f"Each single example. {neighbours} A person who contributed several examples is protected less."
-        formed = plan.mechanism.scheme.words
-    secret = ", and which examples were in which batch" if plan.mechanism.scheme.amplifies else ""
+    secret = f", and which {plan.run.drawn}s were in which batch" if plan.mechanism.scheme.amplifies else ""
     return {
         "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
         f"without any one {unit}: no conclusion becomes more or less likely by more than a factor e^ε, "
@@ -45,7 +54,7 @@ def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, s
         "How batches must be formed": f"{formed} The promise is void for batches formed in another way. "
         f"(Scheme: {guarantee.sampling}.)",
         "What an adversary may see": "Every noisy update and every intermediate model, this plan, the code, and all "
-        "other examples.",
+        f"{'other examples' if unit == 'example' else 'data of other users'}.",
         "What must stay hidden": "The secret key of the noise and the gradients before noise is added"
         f"{secret}: from everyone who should learn nothing.",
         "What training must do": f"Clip what each {unit} contributes to a step, and add the planned noise to every "
@@ -57,11 +66,11 @@ def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, s
     }
 
 
-def assumption(sampling: str) -> str:
+def assumption(sampling: str, unit: str) -> str:
     """How batches are formed, and whether that must stay secret."""
     kind = SCHEMES[sampling]
     secret = "Who was in which batch stays secret." if kind.amplifies else "Nothing about them has to stay secret."
-    return f"{kind.words} {secret}"
+    return f"{kind.words.format(unit=unit)} {secret}"
 
 
 def report_markdown(report: PrivacyReport) -> str:
@@ -75,9 +84,9 @@ def report_markdown(report: PrivacyReport) -> str:
         "neighbours": report.adjacency,
         "sampling": f"{report.sampling}. {report.sampling_assumption}",
         "mechanism": f"{report.mechanism}, noise multiplier {at_least(report.noise_multiplier)}",
-        "clipping": f"every example's gradient is clipped to norm {report.max_grad_norm:g}; sums are divided by "
-        f"{report.expected_batch_size:g}",
-        "best attack": words.attacker(report.meaning, report.unit.removeprefix("one ")),
+        "clipping": f"what {report.unit} adds to a step is clipped to norm {report.max_grad_norm:g}; sums are divided "
+        f"by {report.expected_batch_size:g}",
+        "best attack": words.attacker(report.meaning, report.unit.split()[1]),
         "bound": report.bound + (f" ({words.failure(chance)})" if chance else ""),
         "key": report.key,
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.file import Check
     from quell.planning.questions import Answers, EpochChoice
+    from quell.planning.users import UserLimits
 
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
 _TEXT_WIDTH = 120
@@ -98,7 +99,8 @@ def plan_html(plan: Plan, answers: Answers) -> str:
 
 def choices_table(choices: Sequence[EpochChoice]) -> Table:
     """Ways to spend a fixed number of steps."""
-    table = Table("epochs", "batch", "mechanism", "sampling", "σ", "error per example seen", box=box.SIMPLE_HEAD)
+    seen = f"error per {choices[0].run.drawn} seen"
+    table = Table("epochs", "batch", "mechanism", "sampling", "σ", seen, box=box.SIMPLE_HEAD)
     first, least = choices[0], words.counted(choices[0].run.epochs, "epoch")
     for choice in choices:
         table.add_row(
@@ -109,6 +111,18 @@ def choices_table(choices: Sequence[EpochChoice]) -> Table:
             f"~{at_least(choice.mechanism.noise_multiplier, 4)}",
             f"{choice.error_per_example / first.error_per_example:.3f} × that of {least}",
         )
+    return table
+
+
+def limits_table(limits: UserLimits) -> Table:
+    """What limits on users cost in data and gain in noise."""
+    table = Table("participations", "σ", f"error per {limits.drawn} seen", box=box.SIMPLE_HEAD)
+    for rows in limits.limits[0].seen:
+        table.add_column(f"rows seen, {rows:,} a step", justify="right")
+    for each in limits.limits:
+        shares = [f"{share:.1%}" for share in each.seen.values()]
+        noise = f"~{at_least(each.noise_multiplier, 4)}"
+        table.add_row(f"{each.participations:,}", noise, f"{each.error:.2f} × the plan's", *shares)
     return table
 
 

@@ -7,6 +7,7 @@ in one way. Nothing is computed here and no sentence is taken apart again elsewh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quell.errors import at_least
@@ -16,6 +17,7 @@ from quell.strategy.family import DIVERGENCE, HORIZON
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.questions import Answers, EpochChoice
+    from quell.planning.users import UserLimits
     from quell.privacy import Estimate, Guarantee, Meaning
     from quell.run import Run
 
@@ -109,6 +111,11 @@ def legend(
     return " ".join([*shown, *([f"In papers {', '.join(named)}."] if named else [])])
 
 
+def whom(drawn: str, unit: str = "example") -> str:
+    """Whom a promise protects, where batches are drawn of `drawn`; `unit` is that of batches of examples."""
+    return {"example": unit, "user": "user", "group": "user with public ownership of examples"}[drawn]
+
+
 def promise(guarantee: Guarantee, unit: str = "example") -> str:
     """The promise in one line, without a full stop: ε, δ, whom it protects and how batches are formed."""
     return (
@@ -171,7 +178,7 @@ def details(run: Run, mechanism: Mechanism) -> list[str]:
     lines = [
         f"Sensitivity: {moved.value:.6g} ({moved.kind}; {moved.method}), if one {run.promise.unit} is used at most "
         f"{counted(pattern.count, 'time')}, at least {counted(pattern.separation, 'step')} apart.",
-        f"Promise: {promise(guarantee, run.promise.unit)}. {proof(guarantee)}",
+        f"Promise: {promise(guarantee, whom(run.drawn, run.promise.unit))}. {proof(guarantee)}",
     ]
     if how is not None:
         lines.append(
@@ -188,16 +195,16 @@ def describe_run(run: Run) -> str:
     """The run and its target in one line."""
     pattern, data = run.participation, ""
     if run.examples is not None:
-        data = f"{counted(run.examples, 'example')}, batches of {run.batch_size:,}, "
+        data = f"{counted(run.examples, run.drawn)}, batches of {run.batch_size:,}, "
     uses = (
         f" Each user takes part at most {counted(pattern.count, 'time')}, at least "
         f"{counted(pattern.separation, 'step')} apart."
-        if run.user_level
+        if run.own_pattern
         else ""
     )
     return (
         f"{data}{counted(run.epochs, 'epoch')}: {counted(run.steps, 'step')}.{uses} "
-        f"Target: {level(run.epsilon, run.delta)} per {run.promise.unit}."
+        f"Target: {level(run.epsilon, run.delta)} per {whom(run.drawn, run.promise.unit)}."
     )
 
 
@@ -206,13 +213,13 @@ def notes(run: Run) -> list[str]:
     found = []
     if run.examples is not None and run.delta * run.examples > 1:
         found.append(
-            f"δ = {number(run.delta)} is above 1/examples = {1 / run.examples:.2g}: such a guarantee would allow "
-            "publishing a whole example."
+            f"δ = {number(run.delta)} is above 1/{run.drawn}s = {1 / run.examples:.2g}: such a guarantee would allow "
+            f"publishing a whole {run.drawn}."
         )
     if run.examples is not None and run.batch_size and (left := run.examples % run.batch_size):
         rest = f"the {left:,} left over make" if left > 1 else "the one left over makes"
         found.append(
-            f"{run.examples:,} examples do not divide into batches of {run.batch_size:,}: an epoch has "
+            f"{run.examples:,} {run.drawn}s do not divide into batches of {run.batch_size:,}: an epoch has "
             f"{counted(run.steps_per_epoch, 'step')}, and {rest} some batches larger."
         )
     return found
@@ -273,7 +280,7 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
             more = _CHANGES.get(change.what) or f"Memory for {copies(change.mechanism.buffers)}"
             lines.append(
                 f"{more} would {'lower' if change.ratio < 1 else 'raise'} the error"
-                f"{'' if change.what == 'memory' else ' per example seen'} by {abs(1 - change.ratio):.0%} "
+                f"{'' if change.what == 'memory' else f' per {plan.run.drawn} seen'} by {abs(1 - change.ratio):.0%} "
                 f"({label(change.mechanism)}, {change.mechanism.sampling} sampling)."
             )
     ratio = chosen.rmse / answers.lower_bound
@@ -281,20 +288,59 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
         f"The best possible RMSE without random batches is {answers.lower_bound:.4g}; this plan is "
         f"{abs(ratio - 1):.0%} {'above' if ratio >= 1 else 'below'} it."
     )
-    lines.append(f"Promise: {promise(chosen.guarantee, plan.run.promise.unit)}. {proof(chosen.guarantee)}")
+    protected = whom(plan.run.drawn, plan.run.promise.unit)
+    lines.append(f"Promise: {promise(chosen.guarantee, protected)}. {proof(chosen.guarantee)}")
     if answers.meaning is not None:
         lines.append(f"Meaning: {attacker(answers.meaning, plan.run.promise.unit)}")
     if chosen.scheme.amplifies:
         lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
+    if chosen.family is not INDEPENDENT:
+        lines.append(
+            "This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate that suits "
+            "DP-SGD."
+        )
     return lines
+
+
+def next_lines(saved: Path | None) -> list[str]:
+    """How to train with a plan, to be pasted; `saved` is the plan's file, if there is one."""
+    return [
+        "Next: train it. docs/learning-rates.md says how to choose lr and max_grad_norm.",
+        f"  plan = quell.Plan.load({str(saved or 'plan.json')!r})"
+        + ("" if saved else "  # from quell plan ... --save plan.json"),
+        "  model, optimizer, loader = quell.torch.make_private(",
+        "      model, optimizer, data, plan, max_grad_norm=1.0, key='run.key')",
+        "With Hugging Face: quell.torch.huggingface.PrivateTrainer(model, args, plan=plan, ...)",
+    ]
 
 
 def best_choice(choice: EpochChoice) -> str:
     """The end of a comparison of ways to spend a fixed number of steps."""
     return (
         f"Of these, {counted(choice.run.epochs, 'epoch')} with batches of {choice.run.batch_size:,} leave the "
-        "least error per example seen (estimated: plan that run to certify it)."
+        f"least error per {choice.run.drawn} seen (estimated: plan that run to certify it)."
     )
+
+
+def user_limits(limits: UserLimits) -> list[str]:
+    """What a table of users says about a plan, beside the table of limits."""
+    found = [
+        f"{counted(limits.units, limits.drawn)} have {counted(limits.rows, 'row')}: {limits.median:,} in the median, "
+        f"at most {limits.most:,}. This is about private data: do not publish it with the plan.",
+        "Fewer participations need less noise and leave more data unseen; more rows a step cost time, not privacy "
+        f"(make_private(..., rows_per_user={limits.rows_per_user})).",
+    ]
+    if limits.left_out:
+        found.append(
+            f"{counted(limits.left_out, 'row')} more are left out, because somebody would be in two groups with them."
+        )
+    if limits.example_epsilon is not None:
+        found.append(
+            f"The same noise over as many steps, in batches of {limits.example_batch:,} of the "
+            f"{limits.rows:,} examples, would be private per example with about ε = {limits.example_epsilon:.2g} at "
+            "the same δ (estimated)."
+        )
+    return found
 
 
 # Training (`quell train`)

@@ -15,6 +15,7 @@ from quell.torch.noise import CorrelatedNoise
 if TYPE_CHECKING:
     from quell.adapters.report import PrivacyReport
     from quell.torch.attached import attach
+    from quell.torch.batch_norm import replace_batch_norm
     from quell.torch.checkpoints import load_checkpoint, save_checkpoint
     from quell.torch.checks import PlanMismatchWarning
     from quell.torch.private import make_private
@@ -29,6 +30,7 @@ __all__ = [
     "clipped_sum",
     "load_checkpoint",
     "make_private",
+    "replace_batch_norm",
     "save_checkpoint",
 ]
 
@@ -40,6 +42,7 @@ _HOMES = {
     "attach": "quell.torch.attached",
     "load_checkpoint": "quell.torch.checkpoints",
     "make_private": "quell.torch.private",
+    "replace_batch_norm": "quell.torch.batch_norm",
     "save_checkpoint": "quell.torch.checkpoints",
 }
 

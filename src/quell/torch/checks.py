@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from quell.errors import QuellError, short
 from quell.planning import Mechanism, Plan
+from quell.torch.joined import parts_of
 
 
 class PlanMismatchWarning(UserWarning):
@@ -38,9 +39,7 @@ def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any, noise_memory: f
     if isinstance(optimizer, LRScheduler):
         raise QuellError("optimizer is a scheduler: pass its optimizer; schedulers work on what make_private returns")
     if not isinstance(optimizer, Optimizer):
-        raise QuellError(
-            f"optimizer is a {type(optimizer).__name__}: pass one torch.optim optimizer (with parameter groups)"
-        )
+        raise QuellError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim optimizer, or a list of them")
     if isinstance(optimizer, LBFGS):
         raise QuellError(
             "LBFGS looks at a batch several times per step, and a plan has noise for once: use SGD or Adam"
@@ -89,7 +88,7 @@ def refuse_unprotected(model: nn.Module, protected: Iterable[nn.Parameter]) -> N
         raise QuellError(
             f"{outside[0]}{more} can be trained, but is not in the private optimizer, or was frozen when it was made: "
             "nothing would clip its gradients or add noise; freeze it (requires_grad_(False)), or put it into the "
-            "optimizer that make_private is given (one optimizer, with parameter groups)"
+            "optimizer that make_private is given (with parameter groups, or as a list of optimizers)"
         )
 
 
@@ -103,7 +102,8 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         elif mixes or tracks:
             raise QuellError(
                 f"{name or 'the model'} is a {type(module).__name__}, which mixes the examples of a batch, so no "
-                "example's gradient can be clipped: use GroupNorm, or freeze it and put it into eval mode"
+                "example's gradient can be clipped: quell.torch.replace_batch_norm(model) puts GroupNorm there, or "
+                "freeze it and put it into eval mode"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise QuellError(
@@ -146,16 +146,16 @@ def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
 
 def optimizer_mismatches(plan: Plan, optimizer: Optimizer) -> list[str]:
     planned = plan.run.optimizer
-    if not isinstance(optimizer, SGD):
-        if planned.adaptive:
-            return []
-        return [
-            f"the plan's noise is shaped for SGD, and {type(optimizer).__name__} is not: privacy holds, but plan with "
-            "adaptive=True, and compare with DP-SGD: mechanism=plan.price('identity')"
-        ]
     found = []
-    for group in optimizer.param_groups:
-        found += _group_mismatches(planned.momentum, planned.weight_decay, group)
+    for part in parts_of(optimizer):
+        if isinstance(part, SGD):
+            for group in part.param_groups:
+                found += _group_mismatches(planned.momentum, planned.weight_decay, group)
+        elif not planned.adaptive:
+            found.append(
+                f"the plan's noise is shaped for SGD, and {type(part).__name__} is not: privacy holds, but plan with "
+                "adaptive=True, and compare with DP-SGD: mechanism=plan.price('identity')"
+            )
     return list(dict.fromkeys(found))
 
 

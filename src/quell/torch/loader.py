@@ -75,10 +75,11 @@ class PlannedLoader(DataLoader[Any]):
         if fixed_shape is None:
             fixed_shape = in_memory  # where rows of zeros are surely harmless
         self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape)
+        rows = self._planned.rows
         super().__init__(
             dataset,
             batch_sampler=self._planned,
-            collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows_per_example),
+            collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows),
             **kept,
         )
 
@@ -154,7 +155,8 @@ class PlannedSampler(Sampler[list[int]]):
     def __init__(
         self, run: TrainingRun, physical_batch_size: int | None, rows: int = 1, fixed_shape: bool = False
     ) -> None:
-        self.run, self.rows, self.fixed_shape = run, require_count("rows_per_example", rows), fixed_shape
+        self.run, self.repeats, self.fixed_shape = run, require_count("rows_per_example", rows), fixed_shape
+        self.rows = self.repeats * (1 if run.owned is None else run.owned.most)  # of an example, or of a user
         self.physical = (
             None if physical_batch_size is None else require_count("physical_batch_size", physical_batch_size)
         )
@@ -190,7 +192,8 @@ class PlannedSampler(Sampler[list[int]]):
                 filled_to = self.physical if self.fixed_shape else None
                 canaries = () if run.planted is None else tuple(run.planted.watched.among(portion).tolist())
                 note(Portion(step, number, len(portions), len(portion), self.rows, filled_to, canaries))
-                yield portion.repeat(self.rows).tolist()
+                rows = portion if run.owned is None else run.owned.taken(portion, step)
+                yield rows.repeat(self.repeats).tolist()
 
     def _portions(self, batch_size: int) -> int:
         """How many items a batch makes: the same on every rank, because sharded models compute together."""

@@ -25,6 +25,7 @@ from quell.noise.secrecy import never_copied
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
+from quell.torch.joined import parts_of
 from quell.torch.random_states import random_states, set_random_states
 from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import dealt, is_sharded, local, whole
@@ -45,15 +46,17 @@ class PrivateOptimizer(Optimizer):
         self._max_grad_norm = engine.max_grad_norm
         self._trained = list(engine.params.values())
         self._sharded = any(is_sharded(parameter) for parameter in self._trained)
+        self.acted = False  # whether the last `step` took one, and did not only gather a part of its batch
         self._used = False  # whether p.grad still holds the gradients of the last step
-        self._first_rate = _rate(optimizer)
+        self._first_rate = _rate(optimizer.param_groups[0])
         self._schedule_checked = True
-        self._noised = False  # whether p.grad is a step's noisy gradient that the wrapped optimizer has not used yet
+        self._noised: set[Optimizer] = set()  # the wrapped ones that have not used a step's noisy gradient yet
         self._to_replay: _Saved | None = None
         run.forget_gradients = engine.discard
         for hooks in _HOOKS:  # hooks registered here run when the wrapped optimizer steps, saves and loads
             setattr(self, hooks, getattr(optimizer, hooks))
-        optimizer.register_step_pre_hook(self._require_noise)
+        for part in parts_of(optimizer):
+            part.register_step_pre_hook(self._require_noise)
 
     @property
     def param_groups(self) -> Any:
@@ -94,7 +97,7 @@ class PrivateOptimizer(Optimizer):
         """Forget gradients; clipped sums of a batch that is still being accumulated are kept."""
         self._engine.discard()
         self.original_optimizer.zero_grad(set_to_none=True)
-        self._used = self._noised = False
+        self._used, self._noised = False, set()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
@@ -110,8 +113,10 @@ class PrivateOptimizer(Optimizer):
 
         A step that is refused, or interrupted, leaves nothing behind: its batch has to come again, from its first part.
         """
+        self.acted = False
         try:
             self._require_sound()
+            self.run.require_same_rates([_rate(group) for group in self.param_groups])
             self.clip_and_accumulate()
             skips = self.run.unfinished.skips
             if (skips and skips.pop(0)) or not self.run.settle():
@@ -123,10 +128,10 @@ class PrivateOptimizer(Optimizer):
             self.scale_grad()
             if self.step_hook is not None:
                 self.step_hook(self)
-            self._noised = True
+            self._noised, self.acted = set(parts_of(self.original_optimizer)), True
             return True
         except BaseException:
-            self._noised = False
+            self._noised = set()
             self.run.restart_step()
             raise
 
@@ -199,7 +204,7 @@ class PrivateOptimizer(Optimizer):
         if self._sharded:
             _shard_state(self.original_optimizer)
         self.run.restart_step()
-        self._used = self._noised = False
+        self._used, self._noised = False, set()
 
     def close(self) -> None:
         """Let go of the ledger, so that another run of this process can go on with the key."""
@@ -239,12 +244,12 @@ class PrivateOptimizer(Optimizer):
 
     def _require_noise(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Runs before every step of the wrapped optimizer: it may use a noisy gradient, once."""
-        if not self._noised:
+        if optimizer not in self._noised:
             raise QuellError(
                 "this optimizer was made private, and its own step has no noise: call step() of the one that "
                 "make_private returned"
             )
-        self._noised = False
+        self._noised.discard(optimizer)
         self._require_no_other_gradients()
 
     def _require_no_other_gradients(self) -> None:
@@ -311,7 +316,7 @@ class PrivateOptimizer(Optimizer):
 
     def _warn_about_schedule(self) -> None:
         if self._schedule_checked and self.run.step:
-            mismatch = schedule_mismatch(self.run.plan, self.run.step, self._first_rate, _rate(self.original_optimizer))
+            mismatch = schedule_mismatch(self.run.plan, self.run.step, self._first_rate, _rate(self.param_groups[0]))
             if mismatch is not None:
                 warnings.warn(mismatch, PlanMismatchWarning, stacklevel=4)
                 self._schedule_checked = False
@@ -337,8 +342,8 @@ _HOOKS = (
 _SAME_PARAMETERS = "freeze, unfreeze and add layers before calling it"
 
 
-def _rate(optimizer: Optimizer) -> float:
-    return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else 1.0
+def _rate(group: Mapping[str, Any]) -> float:
+    return float(group.get("lr", 1.0))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from quell.torch.engine.base import Engine
 from quell.torch.engine.graphs import record_passes
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
+from quell.torch.joined import JoinedOptimizer
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.probe import Probe
@@ -38,7 +40,7 @@ CLIPPING = ("layers", "microbatch")
 
 def make_private(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     data: Dataset[Any] | DataLoader[Any],
     plan: Plan,
     max_grad_norm: float = 1.0,
@@ -49,6 +51,8 @@ def make_private(
     physical_batch_size: int | None = None,
     micro_batch: int = 32,
     rows_per_example: int = 1,
+    users: Any = None,
+    rows_per_user: int = 1,
     fixed_shape: bool | None = None,
     cuda_graphs: bool = False,
     key: Key | str | Path | None = None,
@@ -61,15 +65,17 @@ def make_private(
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Make a training loop private: returns model, optimizer and loader for the loop you already have.
 
-    The promise is the plan's: (ε, δ) per example, by the accountant of the plan's sampling scheme (docs/privacy.md). It
-    needs a model and a loss that do not couple examples; the first batches are checked for that (docs/pytorch.md).
+    The promise is the plan's: (ε, δ) per example, or per user where the plan was made with `users=` (docs/users.md), by
+    the accountant of the plan's sampling scheme (docs/privacy.md). It needs a model and a loss that do not couple
+    examples; the first batches are checked for that (docs/pytorch.md).
 
     Args:
         model: The model to train. Hooks are attached; nothing is wrapped.
-        optimizer: Your optimizer over all parameters of the model that require gradients.
+        optimizer: Your optimizer over all parameters of the model that require gradients; or several, in a list, which
+            then step together, on gradients that are clipped over all of their parameters at once.
         data: The training set, or a `DataLoader` whose dataset, collate function and workers are used.
         plan: The plan whose batches, noise and promise to use.
-        max_grad_norm: The norm to which each example's gradient is clipped.
+        max_grad_norm: The norm to which each example's (or user's) gradient is clipped.
         clipping: "layers" follows every layer through one forward and one backward pass. "microbatch" runs the model by
             `torch.func`, for models that "layers" refuses.
         mechanism: Another certified mechanism of the plan than the recommended one, by name or as an object.
@@ -81,6 +87,10 @@ def make_private(
         micro_batch: How many examples "microbatch" runs at a time.
         rows_per_example: How many rows the loader takes of each example, asking the data set that many times. The mean
             of their gradients is clipped as one, so augmentation costs no privacy.
+        users: For a plan per user: the id of each example's user, in the order of the data set. Default: its attribute
+            `users`. Batches and `physical_batch_size` then count users.
+        rows_per_user: How many rows a user brings to a step, taken in turn from all of the user's. The mean of their
+            gradients is clipped as one. Users with fewer rows bring some of them more than once.
         fixed_shape: Fill batches of random size up to one size with rows of zeros, which count for nobody. Default: on
             GPUs, for a `TensorDataset`.
         cuda_graphs: Record the model's passes and the clipping after a few steps and replay them, for steps that Python
@@ -118,12 +128,16 @@ def make_private(
     bound = require_clip_norm(max_grad_norm)
     if clipping not in CLIPPING:
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
-    if clipping == "microbatch" and (fixed_shape or rows_per_example != 1):
-        raise QuellError("rows_per_example and fixed_shape need clipping='layers': leave them out")
+    if clipping == "microbatch" and (fixed_shape or (rows_per_example, rows_per_user) != (1, 1)):
+        raise QuellError("rows_per_example, rows_per_user and fixed_shape need clipping='layers': leave them out")
     if cuda_graphs and clipping == "microbatch":
         raise QuellError("cuda_graphs needs clipping='layers': leave it out")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
+    if isinstance(optimizer, (list, tuple)):
+        for each in optimizer:
+            refuse_wrong_arguments(each, data, plan, noise_memory)
+        optimizer = JoinedOptimizer(optimizer)
     refuse_wrong_arguments(optimizer, data, plan, noise_memory)
     if not isinstance(model, nn.Module):
         raise QuellError(f"model is a {type(model).__name__}: pass the torch.nn.Module to train")
@@ -137,7 +151,7 @@ def make_private(
     params = trainable_parameters(model, optimizer)
     refuse_leaking_layers(model)
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
-    with started_run(optimizer, params, data, plan, bound, options) as run:
+    with started_run(optimizer, params, data, plan, bound, options, users, rows_per_user) as run:
         own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
         own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries}
         require_agreement({**run.settings(), **own})
@@ -147,7 +161,8 @@ def make_private(
         sharded = any(is_sharded(parameter) for parameter in params.values())
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
-        engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, rows_per_example, sharded)
+        rows = rows_per_example * rows_per_user
+        engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, rows, sharded)
         engine.present = run.present
         run.guard = probe = Probe(model, params)
         if canaries:
@@ -165,11 +180,11 @@ def _engine(
     bound: float,
     loss_reduction: str,
     micro_batch: int,
-    rows_per_example: int,
+    rows_per_unit: int,
     sharded: bool,
 ) -> Engine:
     if clipping == "layers":
-        return LayerEngine(model, params, bound, loss_reduction, rows_per_example)
+        return LayerEngine(model, params, bound, loss_reduction, rows_per_unit)
     if sharded:
         raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
     return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch)

@@ -20,6 +20,7 @@ from quell.errors import QuellError
 from quell.schemes import Batches
 from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
+from quell.torch.users import Owned
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -57,6 +58,7 @@ class Unfinished:
     examples: int = 0  # clipped since the last of those
     units: int = 0  # seen since the last of those, fillings included
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
+    rates: list[float] | None = None  # the learning rates, which are the same for all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
     canaries: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # of all portions
     known: Any = None  # the sums of real gradients at the canaries' coordinates
@@ -81,6 +83,7 @@ class TrainingRun:
     rank: int
     world: int
     key_kept: bool = False  # whether the key outlives this process, as rank 0 knows
+    owned: Owned | None = None  # the rows of users, where batches are drawn of users
     spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
@@ -156,6 +159,15 @@ class TrainingRun:
             )
         self.unfinished.received = portion
 
+    def require_same_rates(self, rates: list[float]) -> None:
+        """Refuse a learning rate that changes between the parts of a batch: a schedule counts steps, not parts."""
+        if self.unfinished.rates is not None and self.unfinished.rates != rates:
+            raise QuellError(
+                "the learning rate changed between the parts of one batch: call the scheduler when a step was taken, "
+                "`if optimizer.acted: scheduler.step()`"
+            )
+        self.unfinished.rates = rates
+
     def settle(self) -> bool:
         """Check that a step's gradients are those of the batch that is due; whether this closes the step."""
         due, examples = self.unfinished.received, self.unfinished.examples
@@ -165,7 +177,7 @@ class TrainingRun:
                 "returned, and take one step per batch"
             )
         if examples != due.examples:
-            raise QuellError(_other_examples(examples, due))
+            raise QuellError(_other_examples(examples, due, self.batches.unit))
         if due.filled_to is not None and self.unfinished.units != due.filled_to:
             raise QuellError(
                 f"the gradients are those of {self.unfinished.units:,} rows, but {_named(due)} was filled up to "
@@ -202,6 +214,7 @@ class TrainingRun:
             f"{tuple(map(float, (promised.epsilon, promised.delta, promised.noise_multiplier)))}",
             "scheme": repr(self.batches.scheme),
             "examples": self.batches.examples,
+            **({} if self.owned is None else self.owned.name),
             **self.noise.settings(),
         }
 
@@ -221,8 +234,8 @@ def _named(portion: Portion) -> str:
     return f"the batch of step {portion.step:,}{part}"
 
 
-def _other_examples(examples: int, due: Portion) -> str:
-    found = f"the gradients are those of {examples:,} examples, but {_named(due)} has {due.examples:,}: "
+def _other_examples(examples: int, due: Portion, unit: str) -> str:
+    found = f"the gradients are those of {examples:,} {unit}s, but {_named(due)} has {due.examples:,}: "
     if not examples:
         return found + (
             "call model.train() (in eval mode gradients are not clipped, so they do not count), compute the loss from "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from quell.adapters.choice import refuse_other_data, refuse_user_level, select
+from quell.adapters.choice import select
 from quell.adapters.scheme import scheme_of
 from quell.adapters.secrets import opened
 from quell.budget import Budget, Entry
@@ -25,6 +25,7 @@ from quell.torch.distributed import agree, share_key, world
 from quell.torch.loader import dataset_of
 from quell.torch.noise import CorrelatedNoise
 from quell.torch.run import TrainingRun
+from quell.torch.users import owned_rows, require_planned_units
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -60,17 +61,19 @@ def started_run(
     plan: Plan,
     max_grad_norm: float,
     options: NoiseOptions,
+    users: Any = None,
+    rows_per_user: int = 1,
 ) -> Iterator[TrainingRun]:
     """A run that lasts, unless what is built on it inside the `with` fails: then its key is free for the next try."""
-    refuse_user_level(plan)
-    refuse_other_data(plan, len(dataset_of(data)))
+    numbers = require_planned_units(plan, dataset_of(data), users, rows_per_user)
     warn_about_optimizer(plan, optimizer)
     warn_about_sampler(data)
     rank, size = world()
     chosen = select(plan, options.mechanism)
     scheme = scheme_of(plan, chosen)
     key, ledger = options.secrets(rank)
-    batches = Batches(scheme, plan.run.examples or 0, key.derive("quell batches"))
+    batches = Batches(scheme, plan.run.examples or 0, key.derive("quell batches"), plan.run.drawn)
+    owned = None if numbers is None else owned_rows(numbers, plan, rows_per_user, key)
     noise = CorrelatedNoise(
         chosen,
         params,
@@ -84,7 +87,7 @@ def started_run(
     )
     try:
         key_kept = options.key is not None or options.seed is not None
-        run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept)
+        run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept, owned)
         run.share_released()
         if options.budget is not None:
             run.charge = _charging(plan, chosen, key, options.budget)
