@@ -122,6 +122,17 @@ def test_a_plan_whose_noise_is_for_fewer_participations(plan: Plan) -> None:
         batches(more, 60, seeded(1))
 
 
+def test_devices_that_would_hang_or_count_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(np.zeros((8, 4), np.float32), jax.NamedSharding(mesh, jax.P("x")))
+    with pytest.raises(QuellError, match="several CPU devices"):
+        privatize(cases.spec("independent"), spread, key=tmp_path / "run.key", **FAST)
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(QuellError, match="steps of one process"):
+        privatize(cases.spec("independent"), spread, key=seeded(1), **FAST)
+
+
 def test_other_trees_shapes_and_dtypes_are_refused() -> None:
     private = privatize(cases.spec("independent"), PARAMS, key=seeded(1), **FAST)
     state = private.init(PARAMS)

@@ -30,6 +30,7 @@ from quell.adapters.report import PrivacyReport, privacy_report
 from quell.adapters.scheme import scheme_of
 from quell.adapters.secrets import opened
 from quell.errors import QuellError, require_finite
+from quell.jax.devices import refuse_devices
 from quell.jax.normals import Source
 from quell.jax.rows import Row, add_row
 from quell.jax.slices import Slice
@@ -142,6 +143,7 @@ def privatize(
     if planned is not None and planned.run.examples is None:
         raise QuellError("the plan does not know its data: plan with examples= and batch_size=, or pass plan.mechanism")
     scheme = None if planned is None else scheme_of(planned, chosen)
+    refuse_devices(params, ledger=ledger is not None or isinstance(key, (str, Path)))
     secret, path = opened(key, seed, ledger)
     batches = None if scheme is None else Batches(scheme, planned.run.examples, secret.derive("quell batches"))
     expected = batches.expected_size if batches is not None else expected_batch_size or 0.0
