@@ -208,6 +208,9 @@ class PrivateTrainer(Trainer):
             "DeepSpeed and FSDP of accelerate change the model after the optimizer was made: use DDP (torchrun), or "
             "your own loop with make_private, which supports FSDP2": self.is_deepspeed_enabled or self.is_fsdp_enabled,
             "fp16 scales the loss, and with it what clipping sees: use bf16": args.fp16,
+            "private={'loss_reduction': ...} is PrivateTrainer's own matter: pass example_losses": (
+                "loss_reduction" in self._private
+            ),
             f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass num_train_epochs={epochs}, "
             "or make a plan for more": args.max_steps < 0 and args.num_train_epochs > epochs,
             f"max_steps={args.max_steps:,} but the plan covers {self.plan.steps:,} steps": args.max_steps
@@ -215,8 +218,8 @@ class PrivateTrainer(Trainer):
             "label smoothing and compute_loss_func look at a whole batch: pass example_losses": bool(
                 args.label_smoothing_factor or self.compute_loss_func
             ),
-            "auto_find_batch_size starts the run again when memory runs out: set per_device_train_batch_size, of which "
-            "the promise does not depend": args.auto_find_batch_size,
+            "auto_find_batch_size starts the run again when memory runs out: set per_device_train_batch_size, which "
+            "changes neither promise nor result": args.auto_find_batch_size,
             "include_num_input_tokens_seen logs how long the private examples are: leave it out": (
                 args.include_num_input_tokens_seen not in (False, "no")
             ),
