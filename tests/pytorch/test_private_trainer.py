@@ -155,6 +155,41 @@ def test_outputs_without_logits_want_a_loss_of_ones_own():
         losses_for(torch.nn.Linear(1, 1))({"logits": torch.zeros(2, 3, 4)}, torch.zeros(2).long())
 
 
+class SFTTrainer(transformers.Trainer):
+    """As TRL's: the loss is that of the model's task, computed in a way of its own."""
+
+    def compute_loss(self, *arguments, **options):
+        raise AssertionError("the trainer's own loss is that of a whole batch")
+
+
+class DPOTrainer(SFTTrainer):
+    def compute_loss(self, *arguments, **options):
+        raise AssertionError
+
+
+def test_trainers_whose_loss_is_that_of_the_task(tmp_path, tokenizer):
+    class Private(PrivateTrainer, SFTTrainer):
+        pass
+
+    class Other(PrivateTrainer, DPOTrainer):
+        pass
+
+    given = {"train_dataset": Sentences("GPT-2"), "data_collator": collator("GPT-2", tokenizer), "plan": small_plan()}
+    assert Private(tiny("GPT-2"), arguments(tmp_path, max_steps=1), **given).train().global_step == 1
+    with pytest.raises(
+        QuellError, match="DPOTrainer, SFTTrainer computes a loss of its own, which PrivateTrainer would"
+    ):
+        Other(tiny("GPT-2"), arguments(tmp_path), **given)
+    for name, value, message in (
+        ("packing", True, "several examples into one row"),
+        ("loss_type", "dft", "loss_type='d"),
+    ):
+        odd = arguments(tmp_path)
+        setattr(odd, name, value)
+        with pytest.raises(QuellError, match=message):
+            Private(tiny("GPT-2"), odd, **given)
+
+
 # Parts of batches
 
 

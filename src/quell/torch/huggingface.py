@@ -43,7 +43,8 @@ class PrivateTrainer(Trainer):
     Batches are the plan's; `args.per_device_train_batch_size` examples of them are on a device at a time.
     `example_losses` turns the model's outputs and the labels into one loss per example; by default it fits the model's
     task. `private` goes to `make_private`: clipping, mechanism, key and so on. Where checkpoints are saved, the key is
-    kept in `OUTPUT_DIR.key` unless it is given.
+    kept in `OUTPUT_DIR.key` unless it is given. For other trainers with that loss put it first among the bases:
+    `class PrivateSFTTrainer(PrivateTrainer, SFTTrainer)`.
     """
 
     def __init__(
@@ -202,7 +203,19 @@ class PrivateTrainer(Trainer):
 
     def _refuse_what_would_break_the_promise(self, args: TrainingArguments) -> None:
         epochs = self.plan.epochs
+        own_loss = [
+            kind.__name__
+            for kind in type(self).__mro__
+            if "compute_loss" in vars(kind) and not issubclass(kind, PrivateTrainer) and kind is not Trainer
+        ]
         problems = {
+            f"{', '.join(own_loss)} computes a loss of its own, which PrivateTrainer would replace by that of the "
+            "model's task: write your own loop with make_private": own_loss not in ([], ["SFTTrainer"]),
+            "packing and padding_free put several examples into one row, so no example's gradient can be clipped: pass "
+            "packing=False and padding_free=False": getattr(args, "packing", False)
+            or getattr(args, "padding_free", False),
+            f"loss_type={getattr(args, 'loss_type', None)!r} is not supported: PrivateTrainer computes 'nll', one loss "
+            "per example": getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"),
             "several GPUs in one process (DataParallel) are not supported: launch one process per GPU with torchrun, "
             "or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
             "DeepSpeed and FSDP of accelerate change the model after the optimizer was made: use DDP (torchrun), or "
