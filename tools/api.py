@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("quell", "quell.torch", "quell.jax", "quell.auditing", "quell.research")
+ROOMS = ("quell", "quell.budget", "quell.tuning", "quell.torch", "quell.jax", "quell.auditing", "quell.research")
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
 

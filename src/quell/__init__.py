@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quell.budget import Budget
     from quell.costs import Limits
     from quell.errors import QuellError
     from quell.planning import Mechanism, Plan, Prices, make_plan, plan
@@ -19,10 +20,23 @@ if TYPE_CHECKING:
     from quell.run import Promise, Run
 
 __version__ = "0.1.0"
-__all__ = ["Limits", "Mechanism", "Plan", "Prices", "Promise", "QuellError", "Run", "make_plan", "plan", "verify"]
+__all__ = [
+    "Budget",
+    "Limits",
+    "Mechanism",
+    "Plan",
+    "Prices",
+    "Promise",
+    "QuellError",
+    "Run",
+    "make_plan",
+    "plan",
+    "verify",
+]
 
 # Loaded on first use, so that `import quell` costs milliseconds and pulls in neither SciPy nor a framework.
 _HOMES = {
+    "Budget": "quell.budget",
     "Limits": "quell.costs",
     "Mechanism": "quell.planning",
     "Plan": "quell.planning",
@@ -39,6 +53,7 @@ _HOMES = {
 _ROOMS = (
     "analysis",
     "auditing",
+    "budget",
     "costs",
     "jax",
     "noise",
@@ -50,6 +65,7 @@ _ROOMS = (
     "show",
     "strategy",
     "torch",
+    "tuning",
     "workload",
 )
 

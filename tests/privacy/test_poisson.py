@@ -175,9 +175,9 @@ def test_one_round_has_a_closed_form(rate, sigma, epsilon):
 
 def test_what_falls_off_the_grid_is_part_of_the_bound(monkeypatch):
     """With a grid that ends far too early the bound says so."""
-    from quell.privacy import coins
+    from quell.privacy import losses
 
-    monkeypatch.setattr(coins, "_TAIL", 0.3)
+    monkeypatch.setattr(losses, "_TAIL", 0.3)
     exact = gaussian_delta(1.0, 3.0)
     assert coin_delta([(4, 2.0)], 1.0, 3.0) < exact < coin_bound([(4, 2.0)], 1.0, 3.0)
 

@@ -246,6 +246,11 @@ def test_arguments_that_would_break_the_promise_are_refused(plan, tmp_path, opti
         trainer_of(bert(), tmp_path, plan, None, options)
 
 
+def test_the_reduction_of_the_loss_is_not_an_option(plan, tmp_path):
+    with pytest.raises(QuellError, match="pass example_losses"):
+        trainer_of(bert(), tmp_path, plan, {"loss_reduction": "sum"})
+
+
 def test_checkpoints_are_not_published(plan, tmp_path):
     trainer = trainer_of(bert(), tmp_path, plan)
     trainer.args.push_to_hub, trainer.args.hub_strategy = True, "all_checkpoints"

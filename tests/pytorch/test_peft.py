@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quell.noise import Key, Ledger, claims
 from quell.torch import make_private
+from quell.torch.huggingface import PrivateTrainer
 from tests.pytorch.architectures import batch_for, check_gradients, losses, tiny
 from tests.pytorch.conftest import small_plan
+from tests.pytorch.test_huggingface import Stop, arguments
 from tests.pytorch.training import without_noise
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -102,3 +105,40 @@ def test_adapters_alone_move_as_without_noise(name):
     for key, value in model.state_dict().items():
         if not any(key == own for own in trained):
             assert torch.equal(value, before[key])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_a_trainer_saves_and_resumes_adapters(plan, tmp_path):
+    """Checkpoints hold the adapter alone; a run that was stopped goes on from them as if it had not been."""
+    found = []
+    for number, stop in enumerate((None, 4, None)):
+        claims._claims.clear()
+        folder = tmp_path / ("straight" if number == 0 else "stopped")
+        key = tmp_path / f"{folder.name}.key"
+        if not key.exists():
+            (Key.load(tmp_path / "straight.key") if number else Key.generate()).save(key)
+            Ledger(key.with_name(key.name + ".ledger")).close()
+        _, model = adapted("LoRA, linear")
+        saving = arguments(folder, save_strategy="steps", save_steps=3)
+        trainer = PrivateTrainer(model, saving, train_dataset=Words(), plan=plan, private={"key": key})
+        if stop is None:
+            trainer.train(resume_from_checkpoint=number == 2)
+        else:
+            trainer.add_callback(Stop(stop))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+        trainer.optimizer.close()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]))
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+    assert not list(folder.glob("checkpoint-3/model*.safetensors"))
+    assert (folder / "checkpoint-3" / "adapter_model.safetensors").exists()
+
+
+class Words(Examples):
+    def __init__(self):
+        super().__init__("Llama")
+
+    def __getitem__(self, index):
+        inputs, labels = super().__getitem__(index)
+        return {**inputs, "labels": labels}

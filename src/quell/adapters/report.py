@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import quell
 from quell import privacy
 from quell.noise import Key
-from quell.privacy import Guarantee
+from quell.privacy import Guarantee, Meaning
 from quell.schemes import Batches
 from quell.show import statement, words
 from quell.strategy.structure import ToeplitzStrategy, describe
@@ -29,7 +29,7 @@ class PrivacyReport:
     the same δ; `epsilon_so_far_is` says whether it was certified for them or is that of the whole run. Both are for one
     `unit` more or less, an example or a user with all rows (`adjacency`), and need batches formed as
     `sampling_assumption` says. `failure_probability` is that of Monte-Carlo accounting and is already included in
-    `delta`.
+    `delta`. `meaning` is what the whole run lets the best attacker find out.
     """
 
     unit: str
@@ -48,12 +48,14 @@ class PrivacyReport:
     epsilon_so_far: float
     epsilon_so_far_is: str
     failure_probability: float
+    meaning: Meaning
     key: str
     versions: dict[str, str]
+    search: str | None = None  # what the promise covers beside this run; set by `quell.tuning.TuningPlan.covering`
 
     def json(self) -> str:
         """The report as a JSON object with one key per attribute."""
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps({**asdict(self), "meaning": self.meaning.as_dict()}, indent=2)
 
     def markdown(self) -> str:
         """The report as a page for people, ready to be kept with the model."""
@@ -105,6 +107,7 @@ def privacy_report(
         epsilon_so_far=spent,
         epsilon_so_far_is=kind,
         failure_probability=guarantee.failure_probability,
+        meaning=privacy.meaning(mechanism.strategy, batches.scheme, guarantee),
         key=(
             f"{key.id}, made from a seed: NO privacy guarantee"
             if key.seeded

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from quell import __version__
-from quell.cli import audit, bench, compare, mechanisms, plan, price, serve, terminal, train, verify
+from quell.cli import audit, bench, budget, compare, mechanisms, plan, price, serve, terminal, train, tune, verify
 from quell.errors import QuellError
 
 HELP = """
@@ -54,9 +54,11 @@ for command in (
     verify.verify,
     audit.audit,
     train.train,
+    tune.tune,
     mechanisms.mechanisms,
 ):
     app.command()(command)
+app.add_typer(budget.app)
 
 
 def _version(wanted: bool) -> None:

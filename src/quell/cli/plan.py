@@ -103,7 +103,8 @@ def plan(
         answers = None if as_json else chosen.answers
         limits = None if table is None else user_limits(chosen, table[1], rows_per_user or 1, table[2])
     if answers is None:
-        terminal.print_json(chosen.as_dict() | ({} if limits is None else {"user_limits": limits.as_dict()}))
+        content = {**chosen.as_dict(), "meaning": chosen.meaning.as_dict()}
+        terminal.print_json(content | ({} if limits is None else {"user_limits": limits.as_dict()}))
         return
     tables.print_plan(chosen, answers, terminal.console)
     if limits is not None:

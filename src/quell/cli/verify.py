@@ -8,19 +8,21 @@ from typing import Annotated
 import typer
 
 from quell.cli import options, terminal
-from quell.planning.file import verify as verify_file
-from quell.show import tables
+from quell.planning.file import checked
+from quell.show import tables, words
 
 
 def verify(
     file: Annotated[Path, typer.Argument(help="A plan written by quell plan --save.")],
     as_json: options.AsJson = False,
 ) -> None:
-    """Recompute every claim in a plan file from first principles."""
-    checks = verify_file(file)
+    """Recompute every claim in a plan file from first principles, and say what its promise means."""
+    checks, plan = checked(file)
     false = [check for check in checks if not check.holds]
+    meaning = None if false or plan is None else plan.meaning
     if as_json:
-        terminal.print_json({"file": str(file), "true": not false, "checks": [vars(check) for check in checks]})
+        content = {"file": str(file), "true": not false, "checks": [vars(check) for check in checks]}
+        terminal.print_json({**content, "meaning": None if meaning is None else meaning.as_dict()})
     elif false:
         terminal.errors.print(tables.check_table(checks))
         terminal.errors.print(
@@ -28,5 +30,7 @@ def verify(
         )
     else:
         terminal.say(f"{file}: all {len(checks)} claims hold.")
+        if plan is not None and meaning is not None:
+            terminal.say(words.attacker(meaning, plan.run.promise.unit))
     if false:
         raise typer.Exit(1)

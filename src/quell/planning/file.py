@@ -89,12 +89,12 @@ def verify(path: str | Path) -> list[Check]:
     Returns:
         One check per claim; a false claim has `holds=False`. Files that are not plans raise `QuellError`.
     """
-    return _checked(path)[0]
+    return checked(path)[0]
 
 
 def verified_plan(path: str | Path) -> Plan:
     """The plan in a file; raises `QuellError` if one of its claims does not hold."""
-    checks, plan = _checked(path)
+    checks, plan = checked(path)
     if false := [check for check in checks if not check.holds]:
         first = false[0]
         raise QuellError(
@@ -105,7 +105,7 @@ def verified_plan(path: str | Path) -> Plan:
     return plan
 
 
-def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
+def checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     """All checks, and the plan if every mechanism in it could be built."""
     content = _read(path)
     old = content["version"] == version2.VERSION
@@ -138,6 +138,22 @@ def _checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     best = recommend(prices.run, mechanisms)
     checks.append(Check("recommended mechanism", content["recommended"], best, content["recommended"] == best))
     return checks, Plan(prices.run, tuple(mechanisms), content["recommended"])
+
+
+def certified(run: object, row: object) -> tuple[Prices, Mechanism]:
+    """The run and one mechanism of it from plain data, as a plan file holds them; the noise is certified anew.
+
+    A mechanism may come from a plan, whose certificates share their failure probability, or have been priced alone.
+    """
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "run": run, "yardsticks": {}}
+    content |= {"recommended": 0, "mechanisms": [row]}
+    if wrong := _misshapen(content):
+        raise QuellError(f"a plan is damaged: {wrong}")
+    prices = Prices(_run_of(content["run"]))
+    try:
+        return prices, _rebuild(prices, content["mechanisms"][0])
+    except QuellError:
+        return prices, _rebuild(prices, content["mechanisms"][0], comparisons=1)
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -215,7 +231,7 @@ def _is_drawn(sampling: str) -> bool:
     return sampling in SCHEMES and SCHEMES[sampling].drawn
 
 
-def _rebuild(prices: Prices, row: dict[str, Any]) -> Mechanism:
+def _rebuild(prices: Prices, row: dict[str, Any], comparisons: int = COMPARISONS) -> Mechanism:
     """The mechanism of a row with the noise that the row states; raises if that noise is too small."""
     family, sampling = find(row["family"]), row["guarantee"]["sampling"]
     solution = np.asarray(row["solution"], dtype=np.float64) if "solution" in row else None
@@ -224,7 +240,7 @@ def _rebuild(prices: Prices, row: dict[str, Any]) -> Mechanism:
     kind = SCHEMES.get(sampling)
     if kind is None or kind not in prices.kinds_for(strategy):
         raise QuellError(f"the plan's sampling is {prices.run.sampling}, but the mechanism claims {short(sampling)}")
-    return prices.certify(strategy, kind, COMPARISONS, noise=row["noise"]["multiplier"])
+    return prices.certify(strategy, kind, comparisons, noise=row["noise"]["multiplier"])
 
 
 def _compared(label: str, stated: dict[str, Any], fresh: dict[str, Any], about: dict[str, float]) -> Iterator[Check]:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import threadpool_limits
 
+from quell import privacy
 from quell.errors import QuellError
 from quell.planning.mechanism import MOST_NUMBERS, Mechanism
 from quell.planning.prices import Prices
 from quell.planning.search import Progress, order, search
 from quell.planning.shapes import MOST_ROWS
+from quell.privacy import Meaning
 from quell.run import Run
 from quell.show import plots, tables, words
 from quell.show.page import write as write_page
@@ -89,6 +91,12 @@ class Plan:
     def dpsgd_equivalent_epsilon(self) -> float:
         """About the ε that DP-SGD would need for the recommended mechanism's RMSE."""
         return self.prices.equivalent_epsilon(self.mechanism)
+
+    @cached_property
+    def meaning(self) -> Meaning:
+        """What the promise lets the best attacker find out; takes seconds where certificates are drawn."""
+        chosen = self.mechanism
+        return privacy.meaning(chosen.strategy, self.prices.scheme_of(chosen), chosen.guarantee)
 
     @cached_property
     def answers(self) -> Answers:

@@ -21,6 +21,7 @@ from quell.planning.mechanism import Mechanism
 from quell.planning.planner import Plan, make_plan
 from quell.planning.prices import Prices
 from quell.planning.search import Progress, pareto, search
+from quell.privacy import Meaning
 from quell.privacy.accountant import round_up
 from quell.run import Run, population
 from quell.strategy import FAMILIES
@@ -53,6 +54,7 @@ class Answers:
     frontier: tuple[Mechanism, ...]
     rmse_frontier: tuple[Mechanism, ...]  # of all alternatives, by RMSE
     changes: tuple[Change, ...]
+    meaning: Meaning | None  # what the promise lets the best attacker find out; None where it was not asked
 
 
 def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> Answers:
@@ -60,7 +62,7 @@ def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> 
 
     Args:
         plan: The plan to explain.
-        thorough: Whether to ask what would change the plan, which takes about a second.
+        thorough: Whether to ask what would change the plan and what it means to an attacker, which takes seconds.
         prices: Where DP-SGD is taken from. Default: the plan's own run; a preview compares with the full plan's DP-SGD.
     """
     prices = prices or plan.prices
@@ -75,6 +77,7 @@ def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> 
         tuple(pareto(compared, plan.run.objective)),
         tuple(pareto(plan.alternatives, "rmse")),
         tuple(changes(plan)) if thorough else (),
+        plan.meaning if thorough else None,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +21,7 @@ from quell.analysis.sensitivity import Sensitivity
 from quell.errors import QuellError, at_least
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Certificate
+from quell.privacy.profile import PointProfile, Profile
 
 FAILURE_SHARE = 0.01  # of δ
 _RUNGS = (0.0, 0.0015, 0.003, 0.006, 0.012, 0.025, 0.06, 0.15)
@@ -28,6 +29,7 @@ _HOPELESS = 1.05  # a forecast this far above what is allowed is hardly ever wro
 _SIGMA_SLOPE, _EPSILON_SLOPE = -20.0, -8.0  # about d ln δ/d ln σ and d ln δ/d ln ε, where nothing better is known
 _ABOVE_ESTIMATES = (1.0005, 1.002, 1.008)  # noise that mostly suffices where an estimate without draws is known
 _FORECAST = 0.03  # of ln δ, from where one more secant step is as exact as forecasts are
+_OUTSKIRTS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # in deviations of the loss beyond its mean
 _CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough to rank by: a third wrong, it is 0.4% of σ
 
 
@@ -179,6 +181,20 @@ class Accountant(ABC):
         if not certificate.failure:
             return min(1.0, certificate.upper), certificate
         return min(1.0, certificate.upper + failure), replace(certificate, failure=failure)
+
+    def profile(self, sigma: float, at: Sequence[float], failure: float) -> Profile:
+        """What is known of δ at every ε: where nothing better is, certificates at the ε of `at` and their chords.
+
+        Beyond them δ is that of an example that takes part in every batch. All certificates together fail with
+        probability at most `failure`.
+        """
+        certificates = [(epsilon, self.certify(sigma, epsilon, failure / len(at))) for epsilon in at]
+        mu = self.reach / sigma
+        plain = [mu * (0.5 * mu + deviations) for deviations in _OUTSKIRTS]
+        points = [(epsilon, min(1.0, found.upper)) for epsilon, found in certificates]
+        points += [(epsilon, min(1.0, gaussian_delta(1.0 / mu, epsilon))) for epsilon in plain]
+        drawn = any(found.failure for _, found in certificates)
+        return PointProfile(tuple(sorted(points)), failure if drawn else 0.0)
 
     def certificate_for(self, sigma: float, epsilon: float, delta: float, comparisons: int = 1) -> Certificate:
         """Certify that noise `sigma` is (epsilon, delta)-DP, or raise `QuellError`.

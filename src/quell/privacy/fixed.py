@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from quell.participation import Participation
 from quell.privacy.accountant import Accountant
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from quell.privacy.guarantee import Certificate
+from quell.privacy.profile import GaussianProfile
 from quell.strategy.structure import Strategy
 
 
@@ -41,6 +43,9 @@ class GaussianAccountant(Accountant):
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
         lower, upper = (gaussian_delta(sigma / end, epsilon) for end in (self.moved.lower, self.reach))
         return Certificate(lower, upper, "analytic Gaussian mechanism")
+
+    def profile(self, sigma: float, at: Sequence[float], failure: float) -> GaussianProfile:
+        return GaussianProfile(self.reach / sigma * (1 + 1e-12))
 
     def at_least(self, epsilon: float, delta: float) -> float:
         return self.guess(epsilon, delta)

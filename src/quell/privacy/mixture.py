@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -22,6 +23,7 @@ from quell.privacy.bin_pair import BinPair
 from quell.privacy.bins import Binned, Bins, bins_of
 from quell.privacy.gaussian import gaussian_delta, gaussian_sigma
 from quell.privacy.guarantee import Certificate
+from quell.privacy.profile import GaussianProfile, Profile
 from quell.privacy.tilting import sampling_free
 from quell.strategy.structure import Strategy
 
@@ -112,6 +114,11 @@ class BinAccountant(Accountant):
         if free <= found.upper:
             return Certificate(lower, free + slack, "Rényi and Gaussian bounds, no draws")
         return Certificate(lower, found.upper + slack, found.method, failure, found.draws)
+
+    def profile(self, sigma: float, at: Sequence[float], failure: float) -> Profile:
+        if self.bins.count == 1 and not self.bins.slack:
+            return GaussianProfile(self.reach / sigma * (1 + 1e-12))
+        return super().profile(sigma, at, failure)
 
     def _size(self, careful: bool) -> int:
         return max(128, min(_CAREFUL if careful else _ROUGH, _WIDE // self.bins.count))

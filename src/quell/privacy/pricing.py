@@ -6,6 +6,8 @@
 | a claim checked | `certify(strategy, sampling, sigma, epsilon, delta)` |
 | the least noise that can be certified for (ε, δ) | `calibrate(strategy, sampling, epsilon, delta)` |
 | ε or δ that can be certified for noise | `epsilon(strategy, sampling, sigma, delta)`, `delta(…, sigma, epsilon)` |
+| δ at every ε of what was guaranteed | `profile(strategy, sampling, guarantee)` |
+| what the best attacker finds out | `meaning(strategy, sampling, guarantee)` |
 
 The scheme names its accountant, so there is no way to price batches of one kind by the accountant of another. A
 `Guarantee` is the only thing that may be called (ε, δ); it carries how it was obtained. A search over many strategies
@@ -15,13 +17,24 @@ tell each of them between how many (`comparisons`), and they share the failure p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
+
+from scipy.special import ndtri
 
 from quell.errors import QuellError, require_count, require_finite, require_privacy
 from quell.participation import Participation
-from quell.privacy.accountant import Accountant
+from quell.privacy.accountant import FAILURE_SHARE, Accountant
+from quell.privacy.gaussian import gaussian_sigma
 from quell.privacy.guarantee import Certificate, Estimate, Guarantee
+from quell.privacy.meaning import FALSE_POSITIVES, Meaning
+from quell.privacy.meaning import meaning as meaning_of
+from quell.privacy.profile import PointProfile, Profile
 from quell.strategy.structure import Strategy
+
+_DRAWN, _EXACT = 22, 64  # points of a profile that is certified point by point, by draws or without
+_FAR_BELOW = 1e-3  # of the promised δ, where such points end: so much less than δ does not matter to a few hundred runs
 
 
 class Sampling(Protocol):
@@ -139,6 +152,44 @@ def delta(
     accountant = _accountant(strategy, sampling, epsilon, 0.5)
     found, certificate = accountant.certified_delta(sigma, epsilon, require_count("comparisons", comparisons))
     return _guarantee(epsilon, found, sigma, sampling, accountant, certificate)
+
+
+def profile(strategy: Strategy, sampling: Sampling, guarantee: Guarantee) -> Profile:
+    """What is known of a guaranteed run's δ at every ε, for composing it with others; takes certificates where needed.
+
+    Certificates by draws share a failure probability of 1% of the guarantee's δ.
+    """
+    accountant = _accountant(strategy, sampling, guarantee.epsilon, guarantee.delta)
+    count, least = _DRAWN if accountant.statistical else _EXACT, guarantee.delta * _FAR_BELOW
+    top = accountant.estimate_epsilon(guarantee.noise_multiplier, least)
+    return _with_promise(accountant, guarantee, [top * i / count for i in range(count + 1)])
+
+
+@lru_cache(maxsize=64)
+def meaning(strategy: Strategy, sampling: Sampling, guarantee: Guarantee) -> Meaning:
+    """What a guaranteed run lets the best attacker find out; where certificates are drawn, from a few of them.
+
+    >>> from quell import strategy, workload
+    >>> from quell.schemes import Cyclic
+    >>> scheme = Cyclic(steps=100, separation=10)
+    >>> dpsgd = strategy.build("identity", workload.prefix(100), scheme.participation)
+    >>> found = meaning(dpsgd, scheme, calibrate(dpsgd, scheme, epsilon=2, delta=1e-5))
+    >>> round(found.mu, 3), round(found.true_positives[1][0.01], 3)
+    (0.502, 0.034)
+    """
+    accountant = _accountant(strategy, sampling, guarantee.epsilon, guarantee.delta)
+    mu = 1.0 / gaussian_sigma(guarantee.epsilon, guarantee.delta)  # what it would be, if it were Gaussian
+    wanted = {max(0.0, mu * (-float(ndtri(rate)) - 0.5 * mu)) for rate in FALSE_POSITIVES}
+    return meaning_of(_with_promise(accountant, guarantee, sorted(wanted)))
+
+
+def _with_promise(accountant: Accountant, guarantee: Guarantee, at: Sequence[float]) -> Profile:
+    """A profile; where it consists of points, the promise is one of them, with its own failure probability."""
+    found = accountant.profile(guarantee.noise_multiplier, at, guarantee.delta * FAILURE_SHARE)
+    if not isinstance(found, PointProfile):
+        return found
+    promised = (guarantee.epsilon, guarantee.delta)
+    return PointProfile(tuple(sorted((*found.points, promised))), found.failure + guarantee.failure_probability)
 
 
 def _accountant(strategy: Strategy, sampling: Sampling, epsilon: float, delta: float) -> Accountant:

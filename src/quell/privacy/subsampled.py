@@ -10,6 +10,7 @@ searches, where losses are too many (`_MOST_CELLS`), and where columns have diff
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -23,6 +24,7 @@ from quell.privacy.accountant import Accountant, round_up
 from quell.privacy.coins import coin_bound, coin_delta, coin_epsilon, reach
 from quell.privacy.gaussian import gaussian_delta, gaussian_sigma
 from quell.privacy.guarantee import Certificate
+from quell.privacy.profile import CoinProfile
 from quell.strategy.structure import Strategy
 
 _SPACING = 1e-4  # of the library's losses, finer where ε is below 1
@@ -100,6 +102,9 @@ class CoinAccountant(Accountant):
         )
         upper = min(upper + _ROUNDING * self.rounds, self._plain(sigma, epsilon))
         return Certificate(max(0.0, lower - _NO_LOSS - _ROUNDING * self.rounds), upper, method)
+
+    def profile(self, sigma: float, at: Sequence[float], failure: float) -> CoinProfile:
+        return CoinProfile(self.relative(sigma * (1 - 1e-12)), self.rate)
 
     def relative(self, sigma: float) -> tuple[tuple[int, float], ...]:
         """(rounds, noise) with noise in units of what an example adds to those rounds."""

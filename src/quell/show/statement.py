@@ -11,6 +11,7 @@ from quell.show import words
 if TYPE_CHECKING:
     from quell.adapters.report import PrivacyReport
     from quell.planning import Plan
+    from quell.privacy import Meaning
 
 _NEIGHBOURS = {
     "zero-out": "The comparison is with the same run in which this one {unit}'s gradients are set to zero (zero-out).",
@@ -18,8 +19,11 @@ _NEIGHBOURS = {
 }
 
 
-def privacy_statement(plan: Plan) -> dict[str, str]:
-    """What is promised, to whom, and on which conditions, for someone who does not read formulas."""
+def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, str]:
+    """What is promised, to whom, and on which conditions, for someone who does not read formulas.
+
+    `meaning` is what the best attacker can find out, where it was asked.
+    """
     guarantee, unit, pattern = plan.mechanism.guarantee, plan.run.promise.unit, plan.run.participation
     neighbours = _NEIGHBOURS[guarantee.adjacency].format(unit=unit)
     formed = plan.mechanism.scheme.words.format(unit=plan.run.drawn)
@@ -45,6 +49,7 @@ def privacy_statement(plan: Plan) -> dict[str, str]:
         "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
         f"without any one {unit}: no conclusion becomes more or less likely by more than a factor e^ε, "
         f"ε = {at_least(guarantee.epsilon)}, except with probability δ = {words.number(guarantee.delta)}.",
+        **({} if meaning is None else {"What an attacker can find out": words.attacker(meaning, unit)}),
         "Who is protected": protected,
         "How batches must be formed": f"{formed} The promise is void for batches formed in another way. "
         f"(Scheme: {guarantee.sampling}.)",
@@ -81,9 +86,12 @@ def report_markdown(report: PrivacyReport) -> str:
         "mechanism": f"{report.mechanism}, noise multiplier {at_least(report.noise_multiplier)}",
         "clipping": f"what {report.unit} adds to a step is clipped to norm {report.max_grad_norm:g}; sums are divided "
         f"by {report.expected_batch_size:g}",
+        "best attack": words.attacker(report.meaning, report.unit.split()[1]),
         "bound": report.bound + (f" ({words.failure(chance)})" if chance else ""),
         "key": report.key,
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),
     }
+    if report.search is not None:
+        rows = {"search": report.search, **rows}
     lines = [f"| {name} | {value} |" for name, value in rows.items()]
     return "\n".join(["# Privacy report", "", "| | |", "|---|---|", *lines, ""])

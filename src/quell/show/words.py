@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.questions import Answers, EpochChoice
     from quell.planning.users import UserLimits
-    from quell.privacy import Estimate, Guarantee
+    from quell.privacy import Estimate, Guarantee, Meaning
     from quell.run import Run
 
 ERRORS = {"training": "predicted training error", "rmse": "RMSE", "maxse": "MaxSE"}
@@ -150,6 +150,27 @@ def estimated(estimate: Estimate) -> str:
     return f"Estimated, not certified: {level(estimate.epsilon, estimate.delta)} under {estimate.sampling} sampling."
 
 
+def attacker(meaning: Meaning, unit: str) -> str:
+    """What the best attacker can find out, in two sentences."""
+    alone, *groups = meaning.true_positives.items()
+    accused, found = zip(*((percent(rate), percent(share)) for rate, share in alone[1].items()), strict=True)
+    exact = "" if meaning.mu is None else f" (Gaussian DP with μ = {at_least(meaning.mu, 4)})"
+    others = [f"{counted(size, unit)} {' and '.join(map(percent, row.values()))}" for size, row in groups]
+    return (
+        f"The best attack on who was in the data finds at most {found[0]} of the {unit}s that were used if it "
+        f"wrongly accuses {accused[0]} of others, and {found[1]} if it accuses {accused[1]}{exact}. Groups: "
+        f"{', '.join(others)}."
+    )
+
+
+def percent(share: float) -> str:
+    """
+    >>> percent(0.001), percent(0.3372), percent(1.0)
+    ('0.1%', '33.8%', '100%')
+    """
+    return f"{at_least(100 * share, 3)}%"
+
+
 def details(run: Run, mechanism: Mechanism) -> list[str]:
     """What lies behind one row: sensitivity, promise, and how an optimised strategy was found."""
     guarantee, how, pattern = mechanism.guarantee, mechanism.strategy.convergence, run.participation
@@ -269,6 +290,8 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
     )
     protected = whom(plan.run.drawn, plan.run.promise.unit)
     lines.append(f"Promise: {promise(chosen.guarantee, protected)}. {proof(chosen.guarantee)}")
+    if answers.meaning is not None:
+        lines.append(f"Meaning: {attacker(answers.meaning, plan.run.promise.unit)}")
     if chosen.scheme.amplifies:
         lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
     if chosen.family is not INDEPENDENT:
@@ -369,8 +392,10 @@ def training_notes(seeded: bool, several: bool, validation: int, test: int) -> l
         found.append("The promise is that of one planned run; each further run that you publish spends as much again.")
     if validation:
         found.append(
-            f"Learning rates were chosen on {validation:,} examples held out from training, from the same grid for "
-            "all rows; that choice is outside the promise (--lr avoids it)."
+            f"Learning rates were chosen on {validation:,} examples held out from training, which the promise does not "
+            "protect, from the same grid for all rows. Each private run is the best of a random number of trials. The "
+            "promise covers all of them, as long as their number, their scores and the other models stay secret. A "
+            "saved plan is that of one trial."
         )
     if test:
         found.append(f"Accuracy is measured on {test:,} examples held out from the file.")

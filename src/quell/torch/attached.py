@@ -45,6 +45,7 @@ def attach(
     ledger: str | Path | None = None,
     generator: str = "chacha20",
     noise_memory: float = 0.0,
+    budget: str | Path | None = None,
 ) -> tuple[AttachedOptimizer, PlannedLoader]:
     """A plan's batches and noise for a loop that computes clipped sums itself.
 
@@ -64,6 +65,7 @@ def attach(
         ledger: Where to record released steps. Default: beside the key file.
         generator: "chacha20", "chacha8" (faster, smaller security margin) or "philox" (not secure).
         noise_memory: Model copies that the noise may keep to save time.
+        budget: A budget (`quell.Budget`) to charge before the first step, as in `make_private`.
 
     Returns:
         The wrapped optimizer and the loader of the plan's batches.
@@ -90,7 +92,7 @@ def attach(
     trained = _in_optimizer_order(optimizer, params)
     if any(is_sharded(parameter) for parameter in trained.values()):
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private")
-    options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory)
+    options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, trained, data, plan, bound, options) as run:
         require_agreement({**run.settings(), "physical_batch_size": physical_batch_size})
         loader = PlannedLoader(data, run, physical_batch_size)

@@ -43,7 +43,8 @@ class PrivateTrainer(Trainer):
     Batches are the plan's; `args.per_device_train_batch_size` examples of them are on a device at a time.
     `example_losses` turns the model's outputs and the labels into one loss per example; by default it fits the model's
     task. `private` goes to `make_private`: clipping, mechanism, key and so on. Where checkpoints are saved, the key is
-    kept in `OUTPUT_DIR.key` unless it is given.
+    kept in `OUTPUT_DIR.key` unless it is given. For other trainers with that loss put it first among the bases:
+    `class PrivateSFTTrainer(PrivateTrainer, SFTTrainer)`.
     """
 
     def __init__(
@@ -202,12 +203,27 @@ class PrivateTrainer(Trainer):
 
     def _refuse_what_would_break_the_promise(self, args: TrainingArguments) -> None:
         epochs = self.plan.epochs
+        own_loss = [
+            kind.__name__
+            for kind in type(self).__mro__
+            if "compute_loss" in vars(kind) and not issubclass(kind, PrivateTrainer) and kind is not Trainer
+        ]
         problems = {
+            f"{', '.join(own_loss)} computes a loss of its own, which PrivateTrainer would replace by that of the "
+            "model's task: write your own loop with make_private": own_loss not in ([], ["SFTTrainer"]),
+            "packing and padding_free put several examples into one row, so no example's gradient can be clipped: pass "
+            "packing=False and padding_free=False": getattr(args, "packing", False)
+            or getattr(args, "padding_free", False),
+            f"loss_type={getattr(args, 'loss_type', None)!r} is not supported: PrivateTrainer computes 'nll', one loss "
+            "per example": getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"),
             "several GPUs in one process (DataParallel) are not supported: launch one process per GPU with torchrun, "
             "or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
             "DeepSpeed and FSDP of accelerate change the model after the optimizer was made: use DDP (torchrun), or "
             "your own loop with make_private, which supports FSDP2": self.is_deepspeed_enabled or self.is_fsdp_enabled,
             "fp16 scales the loss, and with it what clipping sees: use bf16": args.fp16,
+            "private={'loss_reduction': ...} is PrivateTrainer's own matter: pass example_losses": (
+                "loss_reduction" in self._private
+            ),
             f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass num_train_epochs={epochs}, "
             "or make a plan for more": args.max_steps < 0 and args.num_train_epochs > epochs,
             f"max_steps={args.max_steps:,} but the plan covers {self.plan.steps:,} steps": args.max_steps
@@ -215,8 +231,8 @@ class PrivateTrainer(Trainer):
             "label smoothing and compute_loss_func look at a whole batch: pass example_losses": bool(
                 args.label_smoothing_factor or self.compute_loss_func
             ),
-            "auto_find_batch_size starts the run again when memory runs out: set per_device_train_batch_size, of which "
-            "the promise does not depend": args.auto_find_batch_size,
+            "auto_find_batch_size starts the run again when memory runs out: set per_device_train_batch_size, which "
+            "changes neither promise nor result": args.auto_find_batch_size,
             "include_num_input_tokens_seen logs how long the private examples are: leave it out": (
                 args.include_num_input_tokens_seen not in (False, "no")
             ),

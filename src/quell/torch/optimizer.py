@@ -312,6 +312,7 @@ class PrivateOptimizer(Optimizer):
             raise QuellError(f"the trainable parameters are not those of make_private any more: {_SAME_PARAMETERS}")
         self._require_no_other_gradients()
         self._require_same_start()
+        self.run.charge_once()
 
     def _warn_about_schedule(self) -> None:
         if self._schedule_checked and self.run.step:

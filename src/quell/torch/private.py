@@ -60,6 +60,7 @@ def make_private(
     ledger: str | Path | None = None,
     generator: str = "chacha20",
     noise_memory: float = 0.0,
+    budget: str | Path | None = None,
     canaries: int = 0,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Make a training loop private: returns model, optimizer and loader for the loop you already have.
@@ -103,6 +104,8 @@ def make_private(
             A run keeps the generator it began with.
         noise_memory: Model copies (float32) that the noise may keep to save time. The noise is the same for any value,
             and a resumed run may use another one.
+        budget: A budget (`quell.Budget`) that the run is charged to before its first step, once, also if it is resumed
+            with its key. A run that the budget has no room for is refused here, and again at its first step.
         canaries: So many made-up gradients are added beside the data, and `optimizer.audit()` says after the run how
             well an attacker finds them (docs/auditing.md). They do not touch the promise.
 
@@ -147,7 +150,7 @@ def make_private(
         )
     params = trainable_parameters(model, optimizer)
     refuse_leaking_layers(model)
-    options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory)
+    options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, params, data, plan, bound, options, users, rows_per_user) as run:
         own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
         own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries}

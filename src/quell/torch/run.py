@@ -87,6 +87,7 @@ class TrainingRun:
     spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
+    charge: Callable[[], None] | None = None  # charges the run to its budget, which the first step does
     guard: Guard | None = None  # what looks at the loop's batches and steps; set by make_private
     planted: PlantedCanaries | None = None  # whose traces an audit looks for; set by make_private
 
@@ -127,6 +128,12 @@ class TrainingRun:
         self.require_steps_left()
         if self.guard is not None:
             self.guard.settle()
+
+    def charge_once(self) -> None:
+        """Before the first step: charge the run to its budget, or refuse. Call it on all ranks."""
+        if self.charge is not None:
+            self.charge()
+            self.charge = None
 
     def restart_step(self) -> None:
         """Drop everything that the due step has gathered; its batch comes again, from its first part."""

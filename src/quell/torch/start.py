@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,10 @@ from torch.optim import Optimizer
 from quell.adapters.choice import select
 from quell.adapters.scheme import scheme_of
 from quell.adapters.secrets import opened
+from quell.budget import Budget, Entry
+from quell.budget.claims import run_claim
+from quell.budget.entry import entry_of
+from quell.errors import QuellError
 from quell.noise import Key
 from quell.schemes import Batches
 from quell.torch.checks import warn_about_optimizer, warn_about_sampler
@@ -37,6 +41,7 @@ class NoiseOptions:
     ledger: str | Path | None
     generator: str
     memory: float
+    budget: str | Path | None = None
 
     def secrets(self, rank: int) -> tuple[Key, Path | None]:
         """The run's key on every rank, and where its ledger lies: on rank 0, which keeps it for all."""
@@ -84,7 +89,30 @@ def started_run(
         key_kept = options.key is not None or options.seed is not None
         run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept, owned)
         run.share_released()
+        if options.budget is not None:
+            run.charge = _charging(plan, chosen, key, options.budget)
         yield run
     except BaseException:
         noise.close()
         raise
+
+
+def _charging(plan: Plan, mechanism: Mechanism, key: Key, path: str | Path) -> Callable[[], None]:
+    """Refuse a run that its budget has no room for; the function that charges it, on rank 0, for all to call together.
+
+    The run is named by its key, so one that is resumed is not charged again.
+    """
+    if key.seeded:
+        raise QuellError("a run with a seed has no privacy that a budget could count: leave out seed, or budget")
+    entries: list[Entry] = []  # one, made where a refusal reaches all ranks
+
+    def together(act: Callable[[Budget, Entry], object]) -> None:
+        def note(_: bytes) -> None:
+            if not entries:
+                entries.append(entry_of(run_claim(plan.prices, mechanism), key.id))
+            act(Budget(path), entries[0])
+
+        agree(b"", note)
+
+    together(Budget.require_room)
+    return lambda: together(Budget.add)

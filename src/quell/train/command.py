@@ -18,8 +18,9 @@ from quell.planning.search import Progress
 from quell.run import Run
 from quell.show import plots
 from quell.train import data, models
-from quell.train.comparison import Arm, Outcome, Setting, arms_of, compare
+from quell.train.comparison import GRID, LAW, TRIALS, Arm, Outcome, Setting, arms_of, compare
 from quell.train.content import content_of, write_page
+from quell.tuning import tune
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def train(
     runs: int = 1,
     baselines: bool = True,
     seed: int | None = None,
+    budget: Path | None = None,
     **run: Any,
 ) -> dict[str, Any]:
     """Plan for the file's examples, train, write the files, and return what came out (`content.content_of`).
@@ -56,12 +58,17 @@ def train(
     `run` are the arguments of `Run.from_data` that the file does not decide.
     """
     _check(files, learning_rate, runs, seed)
+    if budget is not None and baselines:
+        raise QuellError("--budget counts private runs, and baselines are trained without privacy: add --no-baselines")
     require_clip_norm(max_grad_norm)
     arrays = data.load(path, validate=learning_rate is None)
     models.build(model, arrays.shape, arrays.classes)  # refuses a model that does not fit, before the long part
-    plan = make_plan(Run.from_data(examples=len(arrays.train), **run), progress)
-    recipe = Setting(plan, arrays, model, max_grad_norm, seed)
-    arms = arms_of(plan) if baselines else [Arm("planned", plan.mechanism)]
+    search = None
+    if learning_rate is None:
+        search = tune(examples=len(arrays.train), trials=TRIALS, law=LAW, settings=len(GRID), progress=progress, **run)
+    plan = search.plans[0] if search else make_plan(Run.from_data(examples=len(arrays.train), **run), progress)
+    recipe = Setting(plan, arrays, model, max_grad_norm, seed, search, budget)
+    arms = arms_of(plan, search) if baselines else [Arm("planned", plan.mechanism)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small matrices: threads that wait for each other cost more than they save
     try:

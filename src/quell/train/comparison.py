@@ -1,7 +1,8 @@
 """Train the same model without privacy, with DP-SGD and as planned, each at its best of the same learning rates.
 
-Learning rates are chosen on examples held out from training. The reported accuracies come from other test examples.
-DP-SGD uses the allowed sampling scheme with which it needs the least noise, as everywhere else.
+Learning rates are chosen on examples held out from training. Each private run is the best of a random number of trials
+(`quell.tuning`), all of which its promise covers. The reported accuracies come from other test examples. DP-SGD uses
+the allowed sampling scheme with which it needs the least noise, as everywhere else.
 """
 
 from __future__ import annotations
@@ -10,22 +11,28 @@ import secrets
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from quell.adapters.report import PrivacyReport
+from quell.budget.claims import search_claim
 from quell.noise import Key, SeededKeyWarning
-from quell.planning import Mechanism, Plan
+from quell.planning import Mechanism, Plan, Prices
 from quell.planning.search import Progress
+from quell.run import Run
 from quell.torch import make_private
 from quell.train.data import Data, Part
 from quell.train.models import build
+from quell.tuning import Search, TuningPlan
+from quell.tuning.plan import fitted
 
 GRID = (0.5, 1.0, 2.0, 4.0, 8.0)  # learning rates to choose from, times 1 - momentum
-SEARCH_RUNS = 2
+TRIALS, LAW = 10.0, "geometric"  # of a private search: how many on average, and their law
+_SEARCH_RUNS = 2  # per learning rate, without privacy
 _SEARCH_SEEDS = 1_000_000  # added to the seed, so that no searching run is repeated as a reported one
 
 
@@ -46,12 +53,20 @@ class Setting:
     model: str = "auto"
     max_grad_norm: float = 1.0
     seed: int | None = None  # makes runs repeatable and voids their privacy
+    search: TuningPlan | None = None  # how private runs choose their learning rate; None: it is given
+    budget: Path | None = None  # which every private run is charged to, with its trials
+
+    @property
+    def run(self) -> Run:
+        """The run with the promise of all of it, trials included."""
+        return self.plan.run if self.search is None else self.plan.run.changed(epsilon=self.search.promise.epsilon)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One trained model: accuracy after every epoch, the model itself, and its privacy report."""
+    """One trained model: its learning rate, accuracy after every epoch, the model itself, and its privacy report."""
 
+    learning_rate: float
     accuracies: list[float]
     model: nn.Module
     report: PrivacyReport | None
@@ -59,16 +74,20 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All runs of one arm at one learning rate; `searched` maps each learning rate tried to validation accuracy."""
+    """All runs of one arm; `searched` maps learning rates to validation accuracy, where that need not stay secret."""
 
     arm: Arm
-    learning_rate: float
     runs: list[Trained]
     searched: dict[float, float] = field(default_factory=dict)
 
     @property
     def finals(self) -> list[float]:
         return [run.accuracies[-1] for run in self.runs]
+
+    @property
+    def rates(self) -> str:
+        """The learning rates of the runs, in words."""
+        return ", ".join(f"{rate:.3g}" for rate in sorted({run.learning_rate for run in self.runs}))
 
     @property
     def mean(self) -> float:
@@ -85,15 +104,30 @@ class Outcome:
         return [statistics.mean(values) for values in zip(*(run.accuracies for run in self.runs), strict=True)]
 
 
-def arms_of(plan: Plan) -> list[Arm]:
+def arms_of(plan: Plan, search: TuningPlan | None) -> list[Arm]:
     """The three ways: without privacy, with DP-SGD, and with the recommended mechanism."""
-    return [Arm("not private", None), Arm("DP-SGD", dpsgd(plan)), Arm("planned", plan.mechanism)]
+    return [Arm("not private", None), Arm("DP-SGD", dpsgd(plan, search)), Arm("planned", plan.mechanism)]
 
 
-def dpsgd(plan: Plan) -> Mechanism:
-    """DP-SGD with the same promise, certified, under the scheme by which the plan compares it."""
-    about = plan.prices.dpsgd
-    return plan.prices.certify(about.strategy, about.scheme, near=about.noise_multiplier)
+def dpsgd(plan: Plan, search: TuningPlan | None = None) -> Mechanism:
+    """DP-SGD with the same promise, certified, under the scheme by which the plan compares it.
+
+    With a `search` its noise is that of a trial, so that the search has the promise.
+    """
+
+    def certified(prices: Prices) -> tuple[Prices, Mechanism]:
+        about = prices.dpsgd
+        return prices, prices.certify(about.strategy, about.scheme, near=about.noise_multiplier)
+
+    if search is None:
+        return certified(plan.prices)[1]
+    trials, delta = search.trials, search.promise.delta
+    return fitted(
+        search.promise.epsilon,
+        plan.run.epsilon,
+        lambda epsilon: certified(Prices(plan.run.changed(epsilon=epsilon))),
+        lambda kind: search_claim(trials, [kind], delta).epsilon,
+    )[1]
 
 
 def compare(
@@ -106,32 +140,49 @@ def compare(
 ) -> list[Outcome]:
     """Train every arm `runs` times at the given learning rate, or each at its best one of the grid."""
     rates = [] if learning_rate is not None else [rate * (1 - recipe.plan.run.optimizer.momentum) for rate in GRID]
-    total = len(arms) * (runs + SEARCH_RUNS * len(rates)) * recipe.plan.epochs
+    each = [runs if not rates or arm.mechanism is None else runs * TRIALS for arm in arms]
+    total = round(
+        (sum(each) + _SEARCH_RUNS * len(rates) * sum(arm.mechanism is None for arm in arms)) * recipe.plan.epochs
+    )
     done = 0
 
-    def trained(arm: Arm, rate: float, seed: int, part: Part, doing: str) -> Trained:
+    def trained(arm: Arm, rate: float, seed: int, doing: str) -> Trained:
         nonlocal done
-        progress(done, total, f"{arm.name}: {doing}")
+        progress(min(done, total), total, f"{arm.name}: {doing}")
         accuracies, run = [], _Training(recipe, arm, rate, seed)
         for _ in range(recipe.plan.epochs):
             run.epoch()
-            accuracies.append(accuracy(run.model, part))
+            accuracies.append(accuracy(run.model, recipe.data.test))
             done += 1
-            progress(done, total, f"{arm.name}: {doing}, {accuracies[-1]:.1%}")
-        return Trained(accuracies, run.model, run.report())
+            progress(min(done, total), total, f"{arm.name}: {doing}")
+        return Trained(rate, accuracies, run.model, run.report())
+
+    def validated(found: Trained) -> float:
+        return accuracy(found.model, recipe.data.validation)
+
+    def best_of_trials(arm: Arm, number: int) -> Trained:
+        """One private run: the best of its trials, with the promise of all of them in its report."""
+        assert recipe.search is not None
+        seed = None if recipe.seed is None else recipe.seed + number
+        search = Search(recipe.search, {"lr": rates}, budget=recipe.budget, seed=seed)
+        for place, trial in enumerate(search.trials()):
+            found = trained(arm, trial.parameters["lr"], _SEARCH_SEEDS * (number + 1) + place, f"run {number + 1}")
+            trial.report(validated(found), found)
+        best: Trained = search.best.result
+        return replace(best, report=recipe.search.covering(best.report))
 
     outcomes = []
     for arm in arms:
-        searched = {
-            rate: statistics.mean(
-                trained(arm, rate, _SEARCH_SEEDS + i, recipe.data.validation, f"trying lr {rate:g}").accuracies[-1]
-                for i in range(SEARCH_RUNS)
-            )
-            for rate in rates
-        }
-        best = learning_rate if learning_rate is not None else max(searched, key=lambda rate: searched[rate])
-        kept = [trained(arm, best, i, recipe.data.test, f"run {i + 1} of {runs}") for i in range(runs)]
-        outcomes.append(Outcome(arm, best, kept, searched))
+        searched: dict[float, float] = {}
+        if rates and arm.mechanism is not None:
+            kept = [best_of_trials(arm, number) for number in range(runs)]
+        else:
+            for rate in rates:
+                tried = (trained(arm, rate, _SEARCH_SEEDS + i, f"trying lr {rate:g}") for i in range(_SEARCH_RUNS))
+                searched[rate] = statistics.mean(map(validated, tried))
+            best = learning_rate if learning_rate is not None else max(searched, key=lambda rate: searched[rate])
+            kept = [trained(arm, best, i, f"run {i + 1} of {runs}") for i in range(runs)]
+        outcomes.append(Outcome(arm, kept, searched))
         finished(outcomes[-1])
     return outcomes
 
@@ -164,6 +215,7 @@ class _Training:
                 recipe.max_grad_norm,
                 mechanism=arm.mechanism,
                 key=None if seed is None else _seeded(seed),
+                budget=recipe.budget if recipe.search is None else None,  # a search is charged as a whole
             )
 
     def epoch(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     finals = {outcome.arm.name: outcome.finals for outcome in outcomes}
     both = {"planned", "DP-SGD"} <= finals.keys()
     return {
-        "setup": words.training(recipe.plan.run),
+        "setup": words.training(recipe.run),
         "verdict": words.verdict(finals["planned"], finals["DP-SGD"]) if both else None,
         "notes": notes_of(recipe, outcomes),
-        "promise": words.promise(recipe.plan.mechanism.guarantee, recipe.plan.run.promise.unit),
+        "promise": words.promise(replace(recipe.plan.mechanism.guarantee, epsilon=recipe.run.epsilon))
+        + (", the search for a learning rate included" if recipe.search is not None else ""),
         "arms": [_arm(recipe, outcome) for outcome in outcomes],
     }
 
@@ -35,7 +37,7 @@ def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     return words.training_notes(
         seeded=recipe.seed is not None,
         several=len(outcomes) > 1 or len(outcomes[0].runs) > 1,
-        validation=len(recipe.data.validation) if outcomes[0].searched else 0,
+        validation=len(recipe.data.validation) if recipe.search is not None else 0,
         test=0 if recipe.data.own_test else len(recipe.data.test),
     )
 
@@ -60,7 +62,7 @@ def _arm(recipe: Setting, outcome: Outcome) -> dict[str, Any]:
             "noise": error_curve(mechanism, recipe.plan.run.workload),
         }
     return row | {
-        "learning_rate": f"{outcome.learning_rate:.3g}",
+        "learning_rate": outcome.rates,
         "accuracy": f"{100 * outcome.mean:.1f}%{spread}",
         "kind": _KINDS[outcome.arm.name],
         "finals": outcome.finals,

@@ -38,7 +38,7 @@ def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief:
         "recommendation": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
         "legend": words.legend(shown, objective=plan.run.objective),
         "notes": words.notes(plan.run),
-        "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan).items()],
+        "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
         "steps": plan.run.steps,
         "lower_bound": answers.lower_bound,
         "recommended": place[id(plan.mechanism)],

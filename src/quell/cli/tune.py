@@ -1,0 +1,64 @@
+"""`quell tune`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from quell.cli import options, terminal
+from quell.cli.options import the_run, training
+from quell.errors import QuellError
+from quell.show import many_runs
+
+_LAW = (
+    "How many trials: geometric or truncated-poisson (a random number; the best is released), or all (a fixed number)."
+)
+
+
+def tune(
+    examples: Annotated[int, the_run("Examples in the training set.")],
+    batch_size: Annotated[str, the_run("Examples per step, or several sizes to choose from: 64,128.")],
+    epochs: options.Epochs,
+    epsilon: Annotated[float, the_run("Privacy budget epsilon of the whole search.")],
+    delta: options.Delta,
+    trials: Annotated[float, training("How many trials, on average.")] = 10.0,
+    law: Annotated[str | None, training(f"{_LAW} Default: the one with the least noise.")] = None,
+    settings: Annotated[int, training("How many settings there are to choose from.")] = 5,
+    momentum: options.Momentum = 0.0,
+    sampling: options.Schemes = "best",
+    memory: options.Memory = "4",
+    as_json: options.AsJson = False,
+) -> None:
+    """Plan a search over settings, such as learning rates, that stays inside one promise.
+
+    Compares a random number of trials with releasing all of them, then plans the trials. quell.tuning.Search runs them.
+    """
+    from quell import tuning
+
+    with terminal.progress() as advance:
+        found = tuning.tune(
+            examples=examples,
+            batch_size=_sizes(batch_size),
+            epochs=epochs,
+            epsilon=epsilon,
+            delta=delta,
+            trials=trials,
+            law=law,
+            settings=settings,
+            momentum=momentum,
+            sampling=sampling,
+            memory=options.memory_of(memory, None),
+            progress=advance,
+        )
+    if as_json:
+        terminal.print_json(found.as_dict())
+        return
+    terminal.console.print(many_runs.ways_table(found.ways, found.law))
+    for line in (many_runs.WAYS, *many_runs.search_lines(found)):
+        terminal.say(line)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise QuellError(f"--batch-size {text!r} must be a whole number, or several: 64,128") from None

@@ -1,0 +1,326 @@
+"""The budget file: who is charged, who is refused, and what crashes, crowds and damage leave of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import quell
+from quell import cli
+from quell.budget import Budget, Entry, lines
+from quell.budget.claims import run_claim
+from quell.budget.entry import entry_of
+from quell.budget.ledger import spent
+from quell.errors import QuellError
+from quell.privacy import gaussian_epsilon
+from tests import documented
+
+SMALL = {"examples": 200, "batch_size": 20, "epochs": 2, "delta": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return quell.plan(epsilon=2.0, sampling="cyclic", memory=0, draws=1, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def entry(plan):
+    return entry_of(run_claim(plan.prices, plan.mechanism), "a")
+
+
+@pytest.fixture
+def budget(tmp_path):
+    return Budget.create(tmp_path / "b", name="patients", epsilon=4.0, delta=1e-5)
+
+
+def named(entry: Entry, run: str) -> Entry:
+    return dataclasses.replace(entry, run=run)
+
+
+def test_runs_are_charged_until_the_budget_is_spent(budget, plan):
+    for number in range(3):
+        assert budget.charge(plan, run=f"run {number}")
+    mu = dict(budget.entries[0].profile)["mu"]
+    exact = gaussian_epsilon(1 / (mu * 3**0.5), 1e-5)
+    found = budget.spent()
+    assert exact <= found.epsilon <= exact * 1.0001
+    assert (found.runs, found.naive_epsilon, found.naive_delta) == (3, 6.0, pytest.approx(3e-5))
+    with pytest.raises(QuellError, match=r"does not suffice: 3 runs spent ε = 3\.\d+, and with this one .* 4\.\d+"):
+        budget.charge(plan, run="run 3")
+    assert budget.spent() == found
+    assert [check.holds for check in budget.verify()] == [True] * 16
+
+
+def test_a_plan_as_large_as_the_budget_fits_alone(tmp_path, plan):
+    own = Budget.create(tmp_path / "own", name="x", epsilon=2.0, delta=1e-5)
+    assert own.charge(plan, run="a")
+    with pytest.raises(QuellError, match="does not suffice"):
+        own.charge(plan, run="b")
+
+
+def test_a_run_is_charged_once_whatever_resumes_it(budget, plan, entry, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    assert budget.add(entry)
+    assert not budget.add(entry)
+    assert not budget.charge(quell.Plan.load(tmp_path / "plan.json"), run="a")
+    other = quell.plan(epsilon=1.0, sampling="cyclic", memory=0, draws=1, **SMALL)
+    assert budget.charge(other, run="a")  # another plan under the same name is another run
+    assert budget.spent().runs == 2
+
+
+def test_random_batches_are_charged_by_what_is_certified(budget):
+    random = quell.plan(epsilon=1.0, sampling="poisson", memory=0, **SMALL)
+    assert budget.charge(random, run="a")
+    assert budget.charge(random, run="b")
+    found = budget.spent()
+    assert 1.0 < found.epsilon <= found.adaptive_epsilon
+    assert found.epsilon < found.naive_epsilon
+    assert all(check.holds for check in budget.verify())
+
+
+def test_fixed_plans_are_charged_less(tmp_path):
+    random = quell.plan(epsilon=1.0, sampling="poisson", memory=0, **SMALL)
+    total = spent([entry_of(run_claim(random.prices, random.mechanism), "a")] * 2, 1e-5)
+    between = 0.5 * (total.epsilon + total.adaptive_epsilon)
+    made = [
+        Budget.create(tmp_path / f"{fixed}", name="x", epsilon=between, delta=1e-5, fixed_plans=fixed)
+        for fixed in (True, False)
+    ]
+    for each in made:
+        each.charge(random, run="a")
+    made[0].charge(random, run="b")
+    with pytest.raises(QuellError, match="does not suffice"):
+        made[1].charge(random, run="b")
+
+
+def test_users_are_not_protected_by_promises_per_example(tmp_path, entry):
+    users = Budget.create(tmp_path / "users", name="x", epsilon=4.0, delta=1e-5, unit="user")
+    with pytest.raises(QuellError, match="protects users, but the run is private per example"):
+        users.add(entry)
+    assert users.add(dataclasses.replace(entry, unit="user"))
+    examples = Budget.create(tmp_path / "examples", name="x", epsilon=4.0, delta=1e-5)
+    assert examples.add(dataclasses.replace(entry, unit="user"))  # an example is part of a user
+
+
+@pytest.mark.parametrize(
+    ("change", "claim"),
+    [
+        ({"epsilon": 1.0}, "epsilon"),
+        ({"digest": "0" * 64}, "digest"),
+        ({"unit": "user"}, "unit"),
+        ({"profile": {"kind": "gaussian", "mu": 0.1, "failure": 0.0}}, "privacy loss"),
+    ],
+)
+def test_every_false_claim_is_found(budget, entry, change, claim):
+    budget.add(dataclasses.replace(entry, **change))
+    (false,) = [check for check in budget.verify() if not check.holds]
+    assert claim in false.claim
+
+
+def test_noise_below_the_promise_is_found(budget, entry):
+    plan = json.loads(json.dumps(entry.plan))
+    plan["mechanism"]["noise"]["multiplier"] *= 0.9
+    budget.add(dataclasses.replace(entry, plan=plan))
+    assert any("is not certified" in str(check.recomputed) for check in budget.verify())
+
+
+def test_plans_too_large_to_carry_are_checked_by_digest(budget, entry, plan):
+    budget.add(dataclasses.replace(entry, plan=None))
+    assert not all(check.holds for check in budget.verify())
+    assert all(check.holds for check in budget.verify([plan]))
+
+
+def test_a_torn_last_line_counts_for_nothing_and_is_replaced(budget, entry):
+    budget.add(entry)
+    whole = budget.path.read_bytes()
+    budget.add(named(entry, "b"))
+    text = budget.path.read_bytes()
+    for cut in (2, 40, len(text) - len(whole) - 1):
+        budget.path.write_bytes(text[: len(text) - cut])
+        assert [each.run for each in budget.entries] == ["a"]
+        assert budget.add(named(entry, "b"))
+        assert budget.path.read_bytes() == text
+    budget.path.write_bytes(text[:-1])  # the line is whole, and its writer may have been answered: it counts
+    assert not budget.add(named(entry, "b"))
+    assert budget.add(named(entry, "c"))
+    assert [each.run for each in budget.entries] == ["a", "b", "c"]
+
+
+def test_damage_before_the_end_is_refused(budget, entry):
+    budget.add(entry)
+    budget.add(named(entry, "b"))
+    text = budget.path.read_bytes()
+    first, second, third = text.splitlines(keepends=True)
+    for place in (*range(0, len(text), 37), len(text) - 1):
+        changed = text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :]
+        budget.path.write_bytes(changed)
+        with pytest.raises(QuellError, match=r"is damaged|is not a budget"):
+            budget.add(named(entry, "c"))
+        assert budget.path.read_bytes() == changed
+    for shuffled in (first + third + second, second + third, first + third, first + second + second + third):
+        budget.path.write_bytes(shuffled)
+        with pytest.raises(QuellError, match="is damaged"):
+            Budget(budget.path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]\n", b'{"check":1}\n', b"\xff\n", b'{"format":"quell-plan"}\n'])
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(QuellError, match=r"is damaged|is not a budget"):
+        Budget(tmp_path / "x")
+    with pytest.raises(QuellError, match="exists already"):
+        Budget.create(tmp_path / "x", name="x", epsilon=1.0, delta=1e-5)
+    with pytest.raises(QuellError, match="cannot read the budget"):
+        Budget(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"epsilon": 0.0}, "must be positive"),
+        ({"delta": 1.0}, "between 0 and 1"),
+        ({"unit": "house"}, "use example or user"),
+        ({"name": "a\nb"}, "a line of text"),
+        ({"fixed_plans": 1}, "True or False"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_refused(tmp_path, options, words):
+    with pytest.raises(QuellError, match=words):
+        Budget.create(tmp_path / "x", **{"name": "x", "epsilon": 1.0, "delta": 1e-5, **options})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_charges_nothing(budget, entry, monkeypatch):
+    budget.add(entry)
+    before, write = budget.path.read_bytes(), os.write
+    monkeypatch.setattr(lines.os, "write", lambda handle, text: write(handle, text[:50]))
+    with pytest.raises(QuellError, match="nothing was charged"):
+        budget.add(named(entry, "b"))
+    assert budget.path.read_bytes() == before
+
+
+def test_a_charge_is_on_the_disk_before_it_is_answered(budget, entry, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(lines.os, "fsync", lambda handle: (fsync(handle), synced.append(os.fstat(handle).st_size)))
+    budget.add(entry)
+    assert synced == [budget.path.stat().st_size]
+
+
+def _charge_many(path: Path, entry: Entry, writer: int, count: int, gate) -> None:
+    gate.wait()
+    own = Budget(path)
+    for number in range(count):
+        own.add(named(entry, f"{writer}.{number}"))
+
+
+@pytest.fixture(scope="module")
+def cheap(entry):
+    """A run that a budget has room for hundreds of."""
+    return dataclasses.replace(entry, profile={"kind": "gaussian", "mu": 1e-3, "failure": 0.0}, plan=None)
+
+
+def test_crowds_of_writers_lose_nothing(budget, cheap):
+    context = multiprocessing.get_context("fork")
+    gate = context.Barrier(4)
+    crowd = [context.Process(target=_charge_many, args=(budget.path, cheap, w, 12, gate)) for w in range(4)]
+    for process in crowd:
+        process.start()
+    for process in crowd:
+        process.join()
+    assert sorted(each.run for each in budget.entries) == sorted(f"{w}.{n}" for w in range(4) for n in range(12))
+
+
+def test_crowds_never_spend_more_than_the_budget(tmp_path, entry):
+    """Room for three of these runs, asked for by four writers of which each wants two."""
+    own = Budget.create(tmp_path / "b", name="x", epsilon=4.0, delta=1e-5)
+    context = multiprocessing.get_context("fork")
+    gate = context.Barrier(4)
+    crowd = [context.Process(target=_until_refused, args=(own.path, entry, w, gate)) for w in range(4)]
+    for process in crowd:
+        process.start()
+    for process in crowd:
+        process.join()
+    assert own.spent().runs == 3
+
+
+def _until_refused(path: Path, entry: Entry, writer: int, gate) -> None:
+    gate.wait()
+    for number in range(2):
+        try:
+            Budget(path).add(named(entry, f"{writer}.{number}"))
+        except QuellError:
+            return
+
+
+def _charge_and_tell(path: Path, entry: Entry, pipe) -> None:
+    own = Budget(path)
+    for number in range(10_000):
+        own.add(named(entry, f"{number}"))
+        pipe.send(number)
+
+
+def test_what_was_answered_survives_kill_9(budget, cheap):
+    """Writers that are killed at any moment leave a file that opens, and every charge that they were told of."""
+    context = multiprocessing.get_context("fork")
+    told = -1
+    for pause in (0.05, 0.12, 0.2):
+        receiver, sender = context.Pipe(duplex=False)
+        writer = context.Process(target=_charge_and_tell, args=(budget.path, cheap, sender))
+        writer.start()
+        sender.close()
+        receiver.poll(10)
+        time.sleep(pause)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        try:
+            while True:
+                told = max(told, receiver.recv())
+        except EOFError:
+            pass
+        kept = {each.run for each in budget.entries}
+        assert kept >= {f"{number}" for number in range(told + 1)}
+        assert len(kept) <= told + 2
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, ["budget", *arguments], env={"COLUMNS": "200"})
+    if isinstance(result.exception, QuellError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_does_the_same(tmp_path, plan):
+    file, saved = str(tmp_path / "b"), str(tmp_path / "plan.json")
+    plan.save(saved)
+    assert "ε = 4 at δ = 10⁻⁵ per example" in run("init", file, "--name", "p", "--epsilon", "4", "--delta", "1e-5")
+    assert "Nothing is charged" in run("show", file)
+    assert "Charged. 1 run so far" in run("add", file, saved, "--run", "a")
+    assert "was charged before" in run("add", file, saved, "--run", "a")
+    run("add", file, saved)
+    shown = json.loads(run("show", file, "--json"))
+    assert shown["spent"] | {"epsilon": 0, "adaptive_epsilon": 0, "counted": 0} == {
+        "runs": 2,
+        "delta": 1e-5,
+        "epsilon": 0,
+        "adaptive_epsilon": 0,
+        "naive_epsilon": 4.0,
+        "naive_delta": 2e-5,
+        "counted": 0,
+    }
+    assert documented.in_tables("budget show") == [shown.keys()]
+    assert shown["spent"]["counted"] == shown["spent"]["adaptive_epsilon"] == Budget(file).spent().epsilon
+    assert "2 runs together" in run("show", file, "--delta", "1e-6")
+    assert "all 11 claims hold" in run("verify", file)
+    assert json.loads(run("verify", file, "--json"))["true"] is True
+    run("add", file, saved)
+    with pytest.raises(QuellError, match="does not suffice"):
+        run("add", file, saved)
