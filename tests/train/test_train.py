@@ -19,7 +19,7 @@ from quell.planning import Plan, Prices
 from quell.planning.file import certified
 from quell.privacy.selection import Trials
 from quell.run import Promise, Run
-from quell.show import words
+from quell.show import outcomes
 from quell.train import command, comparison
 from quell.train.models import build
 from quell.tuning import TuningPlan
@@ -184,10 +184,10 @@ def test_dpsgd_gets_the_best_allowed_batches(sampling, best):
 
 def test_the_verdict_claims_no_more_than_the_runs_show():
     dpsgd = [0.90, 0.91]
-    assert words.verdict([0.92, 0.93], dpsgd) == "The plan beats DP-SGD by 2.0 points, in every run."
-    assert words.verdict([0.80, 0.85], dpsgd) == "DP-SGD beats the plan by 8.0 points, in every run."
-    assert "1.0 points below DP-SGD, in one run each, which shows little" in words.verdict([0.8], [0.81])
-    assert "chance" in words.verdict([0.92, 0.905], dpsgd)
+    assert outcomes.verdict([0.92, 0.93], dpsgd) == "The plan beats DP-SGD by 2.0 points, in every run."
+    assert outcomes.verdict([0.80, 0.85], dpsgd) == "DP-SGD beats the plan by 8.0 points, in every run."
+    assert "1.0 points below DP-SGD, in one run each, which shows little" in outcomes.verdict([0.8], [0.81])
+    assert "chance" in outcomes.verdict([0.92, 0.905], dpsgd)
 
 
 @pytest.mark.parametrize(("shape", "layer"), [((1, 8, 8), "Conv2d"), ((64,), "Linear"), ((3, 4, 5), "Conv2d")])

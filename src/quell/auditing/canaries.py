@@ -32,7 +32,7 @@ from quell.noise.audit import THRESHOLD
 from quell.noise.audit import audit as noise_audit
 from quell.planning import Mechanism, Plan
 from quell.schemes import Batches, Scheme
-from quell.show import plots, words
+from quell.show import outcomes, plots
 
 MOST_STEPS = 4096
 _MOST_NUMBERS = 1 << 28  # canaries × steps that are kept, of five bytes each
@@ -74,7 +74,7 @@ class Audit:
         plots.draw_audit(self.scores[self.included], self.scores[~self.included], str(self).split("\n")[0], path)
 
     def __str__(self) -> str:
-        return words.audited(self.as_dict())
+        return outcomes.audited(self.as_dict())
 
 
 class Canaries:

@@ -28,7 +28,7 @@ from quell.torch.engine.base import Engine
 from quell.torch.joined import parts_of
 from quell.torch.random_states import random_states, set_random_states
 from quell.torch.run import TrainingRun, Unfinished
-from quell.torch.sharding import dealt, is_sharded, local, whole
+from quell.torch.sharding import is_sharded, set_gradient, shard_state, whole
 
 
 class PrivateOptimizer(Optimizer):
@@ -159,7 +159,7 @@ class PrivateOptimizer(Optimizer):
         if self.run.planted is not None:
             self.run.planted.find(step, sums, unfinished)
         for parameter, total in zip(self._trained, sums, strict=True):
-            _set_gradient(parameter, total)
+            set_gradient(parameter, total)
         self._used = True
 
     def scale_grad(self) -> None:
@@ -202,7 +202,7 @@ class PrivateOptimizer(Optimizer):
         plain = {name: value for name, value in state_dict.items() if name != "quell"}
         self.original_optimizer.load_state_dict(plain)
         if self._sharded:
-            _shard_state(self.original_optimizer)
+            shard_state(self.original_optimizer)
         self.run.restart_step()
         self._used, self._noised = False, set()
 
@@ -350,18 +350,3 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers and switches of a parameter group, as plain values."""
     plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
     return {name: value for name, value in plain.items() if name != "params"}
-
-
-def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
-    if is_sharded(parameter) or parameter.dtype != total.dtype:
-        gradient = torch.empty_like(parameter, requires_grad=False)
-        local(gradient).copy_(total)
-        parameter.grad = gradient
-    else:
-        parameter.grad = total
-
-
-def _shard_state(optimizer: Optimizer) -> None:
-    """Deal whole tensors of a loaded state out again, as the parameters they belong to are."""
-    for parameter, held in optimizer.state.items():
-        held.update(dealt(held, dict.fromkeys(held, parameter)))

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from quell.errors import QuellError
 from quell.noise import Shard
@@ -89,3 +90,19 @@ def shard_of(number: int, tensor: Any) -> Shard:
             f"parameter {number} holds {held:,} elements here where {(stop - start) * row:,} were expected"
         )
     return Shard(number, start * row, held)
+
+
+def set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
+    """Let a sum, or this rank's share of it, be the gradient of a parameter of any dtype."""
+    if is_sharded(parameter) or parameter.dtype != total.dtype:
+        gradient = torch.empty_like(parameter, requires_grad=False)
+        local(gradient).copy_(total)
+        parameter.grad = gradient
+    else:
+        parameter.grad = total
+
+
+def shard_state(optimizer: Optimizer) -> None:
+    """Deal whole tensors of a loaded state out again, as the parameters they belong to are."""
+    for parameter, held in optimizer.state.items():
+        held.update(dealt(held, dict.fromkeys(held, parameter)))

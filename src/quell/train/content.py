@@ -23,8 +23,8 @@ def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     finals = {outcome.arm.name: outcome.finals for outcome in outcomes}
     both = {"planned", "DP-SGD"} <= finals.keys()
     return {
-        "setup": words.training(recipe.run),
-        "verdict": words.verdict(finals["planned"], finals["DP-SGD"]) if both else None,
+        "setup": outcomes.training(recipe.run),
+        "verdict": outcomes.verdict(finals["planned"], finals["DP-SGD"]) if both else None,
         "notes": notes_of(recipe, outcomes),
         "promise": words.promise(replace(recipe.plan.mechanism.guarantee, epsilon=recipe.run.epsilon))
         + (", the search for a learning rate included" if recipe.search is not None else ""),
@@ -34,7 +34,7 @@ def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     """What the promise does not cover."""
-    return words.training_notes(
+    return outcomes.training_notes(
         seeded=recipe.seed is not None,
         several=len(outcomes) > 1 or len(outcomes[0].runs) > 1,
         validation=len(recipe.data.validation) if recipe.search is not None else 0,
