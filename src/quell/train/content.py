@@ -10,6 +10,7 @@ from typing import Any
 from quell.errors import at_least
 from quell.planning.curves import error_curve
 from quell.show import tables, words
+from quell.show.outcomes import training, training_notes, verdict
 from quell.show.page import write
 from quell.show.page.document import assemble
 from quell.strategy import INDEPENDENT
@@ -23,8 +24,8 @@ def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     finals = {outcome.arm.name: outcome.finals for outcome in outcomes}
     both = {"planned", "DP-SGD"} <= finals.keys()
     return {
-        "setup": outcomes.training(recipe.run),
-        "verdict": outcomes.verdict(finals["planned"], finals["DP-SGD"]) if both else None,
+        "setup": training(recipe.run),
+        "verdict": verdict(finals["planned"], finals["DP-SGD"]) if both else None,
         "notes": notes_of(recipe, outcomes),
         "promise": words.promise(replace(recipe.plan.mechanism.guarantee, epsilon=recipe.run.epsilon))
         + (", the search for a learning rate included" if recipe.search is not None else ""),
@@ -34,7 +35,7 @@ def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     """What the promise does not cover."""
-    return outcomes.training_notes(
+    return training_notes(
         seeded=recipe.seed is not None,
         several=len(outcomes) > 1 or len(outcomes[0].runs) > 1,
         validation=len(recipe.data.validation) if recipe.search is not None else 0,
