@@ -83,7 +83,7 @@ def test_memory_of_each_recurrence(table4, name, buffers, draws):
 
 
 def test_a_separation_that_contradicts_the_epochs_is_refused():
-    with pytest.raises(QuellError, match="lets an example take part 1 times, but 100 epochs"):
+    with pytest.raises(QuellError, match="lets one example take part 1 times, but 100 epochs"):
         Run.from_steps(steps=1000, separation=1000, epochs=100, epsilon=8.0, delta=1e-5)
 
 

@@ -344,3 +344,12 @@ def test_the_page_about_users_shows_what_the_command_prints(tmp_path):
     said = " ".join(shown.split())
     assert "1,000 users have 20,818 rows: 7 in the median, at most 1,226." in said
     assert "in batches of 200 of the 20,818 examples, would be private per example with about ε = 3.4 at" in said
+
+
+def test_ids_in_tensors_are_the_same_user_twice():
+    """Tensors hash by identity; every row would be a user of its own (found by a review)."""
+    torch = pytest.importorskip("torch")
+    ids = [torch.tensor(number % 10) for number in range(40)]
+    assert numbered(ids).max() == 9
+    with pytest.raises(QuellError, match="cannot be an id"):
+        numbered([object() for _ in range(4)])

@@ -20,6 +20,7 @@ from quell.budget.claims import run_claim
 from quell.budget.entry import entry_of
 from quell.budget.ledger import spent
 from quell.errors import QuellError
+from quell.noise import Key
 from quell.privacy import gaussian_epsilon
 from tests import documented
 
@@ -317,10 +318,24 @@ def test_the_command_does_the_same(tmp_path, plan):
         "counted": 0,
     }
     assert documented.in_tables("budget show") == [shown.keys()]
-    assert shown["spent"]["counted"] == shown["spent"]["adaptive_epsilon"] == Budget(file).spent().epsilon
+    spent = Budget(file).spent()
+    assert shown["spent"]["counted"] == shown["spent"]["adaptive_epsilon"] == spent.adaptive_epsilon > spent.epsilon
     assert "2 runs together" in run("show", file, "--delta", "1e-6")
     assert "all 11 claims hold" in run("verify", file)
     assert json.loads(run("verify", file, "--json"))["true"] is True
     run("add", file, saved)
     with pytest.raises(QuellError, match="does not suffice"):
         run("add", file, saved)
+
+
+def test_a_key_object_needs_a_ledger(tmp_path):
+    """Otherwise every run with that key would be charged as one."""
+    torch = pytest.importorskip("torch")
+    from quell.torch import make_private
+    from tests.pytorch.training import examples, network
+
+    budget = Budget.create(tmp_path / "b", name="x", epsilon=9.0, delta=1e-3)
+    model, plan = network(), quell.plan(examples=40, batch_size=8, epochs=1, epsilon=8, delta=1e-4, sampling="cyclic")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(QuellError, match="pass the path of the key file, or ledger="):
+        make_private(model, optimizer, examples(), plan, key=Key.generate(), budget=budget.path)

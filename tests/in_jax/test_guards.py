@@ -86,6 +86,15 @@ def test_a_step_comes_once_without_a_ledger() -> None:
         check(steps(other, other.init(PARAMS), 0, 1)[1])
 
 
+def test_sums_that_are_mapped_over_get_no_noise_twice() -> None:
+    """Two sums under one state would be released with the same noise (found by a review)."""
+    private = privatize(cases.spec("independent"), PARAMS, key=seeded(5), **FAST)
+    sums = {"w": jnp.stack([jnp.zeros((7, 30)), jnp.ones((7, 30))])}
+    noisy, state = jax.vmap(private.update, in_axes=(0, None))(sums, private.init(PARAMS))
+    assert np.isnan(np.asarray(noisy["w"])).all(axis=(1, 2)).sum() == 1
+    assert (np.asarray(state.refused) > 0).sum() == 1
+
+
 def test_the_state_of_another_run_is_refused() -> None:
     one = privatize(cases.spec("independent"), PARAMS, key=seeded(1), **FAST)
     two = privatize(cases.spec("independent", 2.0), PARAMS, key=seeded(1), **FAST)

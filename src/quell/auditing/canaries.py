@@ -1,10 +1,10 @@
 """Canaries: made-up units beside the data of a run, whose traces in what it releases are looked for afterwards.
 
-A canary takes part when one of the examples does, drawn by the run's own loader. Its gradient, of the clip norm, lies
-along one coordinate of the model that no other canary has. A fair coin decides whether it is added. Canaries tell
-nothing about the data, so the promise stays what it is. The attacker knows everything but the coins (and, where the
-promise rests on random batches, who was in them): the real gradients are taken off what was released, and what is left
-is weighed by the exact likelihood ratio.
+Canaries are drawn by the run's own scheme, from random numbers of their own. A canary's gradient, of the clip norm,
+lies along one coordinate of the model that no other canary has. A fair coin decides whether it is added. Nothing of
+that depends on the data or on who was drawn, so the promise stays what it is. The attacker knows everything but the
+coins (and, where the promise rests on random batches, who was in them): the real gradients are taken off what was
+released, and what is left is weighed by the exact likelihood ratio.
 
 That proves an ε whatever the mechanism is. If noise is normal, as designed, far more is known: how loud the canaries
 are, how loud the noise is, and so the noise multiplier that the run really had, and the ε that belongs to it.
@@ -78,12 +78,10 @@ class Audit:
 
 
 class Canaries:
-    """The canaries of one run: coins, whose draws they share, and what was released about them so far."""
+    """The canaries of one run: their coins, and what was released about them so far."""
 
-    def __init__(self, mechanism: Mechanism, scheme: Scheme, examples: int, count: int, key: bytes) -> None:
+    def __init__(self, mechanism: Mechanism, scheme: Scheme, count: int, key: bytes) -> None:
         self.count = require_count("canaries", count, least=16)
-        if self.count > examples:
-            raise QuellError(f"canaries={count:,} share the draws of {examples:,} examples: use at most as many")
         self.steps = min(mechanism.strategy.steps, MOST_STEPS)
         if self.count * self.steps > _MOST_NUMBERS:
             raise QuellError(
@@ -92,17 +90,11 @@ class Canaries:
             )
         self.mechanism, self.scheme = mechanism, scheme
         random = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
-        self.examples = np.sort(random.choice(examples, self.count, replace=False, shuffle=False))
         self.included = random.random(self.count) < 0.5
         self.random = random
         self._left = np.zeros((self.steps, self.count), np.float32)
         self._took_part = np.zeros((self.steps, self.count), bool)
         self._next = 0
-
-    def among(self, batch: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """The canaries that take part when these examples do."""
-        places = np.minimum(np.searchsorted(self.examples, batch), self.count - 1)
-        return np.asarray(places[self.examples[places] == batch], np.int64)
 
     def record(self, step: int, took_part: NDArray[np.int64], left: NDArray[np.floating[Any]]) -> None:
         """Note a step below `steps`.
@@ -187,13 +179,12 @@ def rehearse(plan: Plan, canaries: int = 20_000, confidence: float = 0.95) -> Au
     """
     key, mechanism = Key.generate(), plan.mechanism
     scheme = plan.prices.scheme_of(mechanism).for_training()
-    watched = Canaries(mechanism, scheme, require_count("canaries", canaries), canaries, key.derive("canaries"))
+    watched = Canaries(mechanism, scheme, canaries, key.derive("canaries"))
     spec = NoiseSpec(mechanism.strategy.recurrence, scheme.steps, mechanism.noise_multiplier)
     stream = NoiseStream(spec, [canaries], key=key)
     for step, batch in zip(range(watched.steps), Batches(scheme, canaries, key.derive("batches")), strict=False):
         released = np.zeros(canaries, np.float32)
-        there = watched.among(batch)
-        released[there[watched.included[there]]] = 1.0
+        released[batch[watched.included[batch]]] = 1.0
         stream.add_([released])
-        watched.record(step, there, released)
+        watched.record(step, batch, released)
     return watched.audit(confidence)

@@ -12,7 +12,7 @@ from quell.errors import QuellError
 from quell.planning.file import certified
 from quell.planning.mechanism import Mechanism
 from quell.planning.prices import Prices
-from quell.privacy import Profile
+from quell.privacy import Profile, certify
 from quell.privacy.composition import Charge, Together, repeated
 from quell.privacy.selection import Trials, selected, selected_epsilon, worst_of
 
@@ -33,7 +33,9 @@ class Claim:
 
 def run_claim(prices: Prices, mechanism: Mechanism) -> Claim:
     """The claim of one run; takes certificates where the scheme needs them."""
-    guarantee, planned = mechanism.guarantee, prices.run
+    guarantee, planned, scheme = mechanism.guarantee, prices.run, prices.scheme_of(mechanism)
+    if guarantee.scheme != scheme:  # certified for another run
+        certify(mechanism.strategy, scheme, mechanism.noise_multiplier, guarantee.epsilon, guarantee.delta)
     if (guarantee.epsilon, guarantee.delta) != (planned.epsilon, planned.delta):  # a mechanism of another plan
         planned = planned.changed(epsilon=guarantee.epsilon, delta=guarantee.delta)
     content = plan_of(planned.as_dict(), mechanism.as_dict())

@@ -275,7 +275,9 @@ class Host:
         shown = [_gathered(total, where) if manual else total for total, where in zip(sums, self._slices, strict=True)]
         shapes = (((), jnp.int32), (self._words.shape, jnp.uint32), ((), jnp.uint32), ((), jnp.float32))
         expected = tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
-        given = (state.step, state.refused, state.run, shown if self._witness is not None else [])
+        # A number of the sums goes along, so that sums that are mapped over ask once each, and get noise once.
+        mark = sum((jnp.ravel(total)[:1].sum().astype(jnp.float32) for total in sums), jnp.float32(0))
+        given = (state.step, state.refused, state.run, mark, shown if self._witness is not None else [])
 
         def ask() -> tuple[Array, ...]:
             return tuple(io_callback(self._answer, expected, *given))
@@ -286,7 +288,7 @@ class Host:
         answer = lax.cond(first, ask, lambda: tuple(jnp.zeros(each.shape, each.dtype) for each in expected))
         return tuple(lax.psum(each, manual) for each in answer)
 
-    def _answer(self, step: Any, refused: Any, run: Any, sums: Any) -> tuple[Any, ...]:
+    def _answer(self, step: Any, refused: Any, run: Any, _: Any, sums: Any) -> tuple[Any, ...]:
         """Runs on the host, once per step, before anything of the step is released."""
         code = 0
         if int(refused) == 0:

@@ -29,6 +29,7 @@ from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from quell.privacy.losses import Losses, Part, compose_both
 from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile, Profile, both_ways, curve, spread
 
+_RESERVED = 0.1  # of δ, for what is lost outside of Gaussians where plans depend on earlier results
 _SLACK = 1e-3  # of a run's promised δ: what its dominating Gaussian may leave out
 _LARGEST = 1e3  # μ that is looked for
 _STRIDE = 8  # of the grid of losses, when it is compared with a Gaussian curve
@@ -88,8 +89,10 @@ class Together:
             return self.epsilon(delta)
         covers = [dominating_gaussian(each.profile, _SLACK * each.delta) for each in self.charges]
         mu = math.sqrt(math.fsum(cover[0] ** 2 for cover in covers)) * (1 + _SAFETY)
-        lost = [cover[1] for cover in covers] + [each.profile.failure for each in self.charges]
-        return _gaussian_epsilon(mu, delta, lost)
+        lost = math.fsum([cover[1] for cover in covers] + [each.profile.failure for each in self.charges])
+        if lost > _RESERVED * delta:  # how δ is shared must be fixed in advance too
+            return math.inf
+        return _gaussian_epsilon(mu, (1 - _RESERVED) * delta, [])
 
     @cached_property
     def _gaussian(self) -> float:

@@ -105,12 +105,12 @@ def selected(profiles: Sequence[Profile], trials: Trials, delta: float) -> Point
     more, least = trials.loss(known), 1e-3 * delta / trials.mean
     at = spread(_smallest(known, least))
     points = [(epsilon + more, min(1.0, trials.mean * known(epsilon))) for epsilon in at]
-    return PointProfile(tuple(points), max(each.failure for each in profiles))
+    return PointProfile(tuple(points), _failure(profiles))
 
 
 def selected_epsilon(profiles: Sequence[Profile], trials: Trials, delta: float) -> float:
     """ε at `delta` of the same selection, directly; infinite where none is known."""
-    known, left = delta_of(profiles), delta - max(each.failure for each in profiles)
+    known, left = delta_of(profiles), delta - _failure(profiles)
     if left <= 0:
         return math.inf
     return _smallest(known, left / trials.mean) + trials.loss(known)
@@ -126,7 +126,12 @@ def worst_of(profiles: Sequence[Profile], delta: float) -> Profile:
         return max(gaussian, key=lambda each: each.mu)
     known = delta_of(different)
     points = tuple((epsilon, min(1.0, known(epsilon))) for epsilon in spread(_smallest(known, 1e-3 * delta)))
-    return PointProfile(points, max(each.failure for each in different))
+    return PointProfile(points, _failure(different))
+
+
+def _failure(profiles: Sequence[Profile]) -> float:
+    """That any of the certificates behind these profiles fails: all of them are used."""
+    return math.fsum(each.failure for each in dict.fromkeys(profiles))
 
 
 def delta_of(profiles: Sequence[Profile]) -> Delta:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from hashlib import blake2b
+from typing import Any
+from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +70,7 @@ def shared(owners: Iterable[object]) -> Indices:
 
 
 _SEVERAL = (list, tuple, set, frozenset, np.ndarray)
+_IDS = (str, bytes, int, float, UUID, date)  # equal ones are the same user, which other objects may not promise
 
 
 def _each(ids: Iterable[object]) -> Iterator[tuple[int, object]]:
@@ -75,7 +79,9 @@ def _each(ids: Iterable[object]) -> Iterator[tuple[int, object]]:
     return enumerate(ids)
 
 
-def _number(known: dict[object, int], place: int, name: object) -> int:
+def _number(known: dict[object, int], place: int, name: Any) -> int:
+    if callable(getattr(name, "item", None)) and not getattr(name, "shape", (0,)):
+        name = name.item()  # tensors hash by identity: the same id twice would be two users
     if isinstance(name, _SEVERAL):
         raise QuellError(
             f"example {place:,} has several users ({short(name)}), but the plan draws users who share no examples: "
@@ -83,10 +89,9 @@ def _number(known: dict[object, int], place: int, name: object) -> int:
         )
     if name is None or name != name or name == "":  # NaN and "" are what tables have there
         raise QuellError(f"example {place:,} has no user ({short(name)}): leave it out, or give it a user of its own")
-    try:
-        return known.setdefault(name, len(known))
-    except TypeError:
-        raise QuellError(f"the user {short(name)} of example {place:,} cannot be an id: use numbers or texts") from None
+    if not isinstance(name, _IDS):
+        raise QuellError(f"the user {short(name)} of example {place:,} cannot be an id: use numbers or texts")
+    return known.setdefault(name, len(known))
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quell._types import Array
 from quell.auditing import Canaries
 from quell.errors import QuellError
+from quell.schemes import Batches
 from quell.torch.clipping import clip_factors
 from quell.torch.engine.base import Engine
 from quell.torch.run import TrainingRun, Unfinished
@@ -30,7 +32,10 @@ class PlantedCanaries:
         if count > sum(sizes):
             raise QuellError(f"canaries={count:,} need a coordinate each, and the model has {sum(sizes):,}: use fewer")
         key = run.noise.key.derive("quell canaries")
-        self.watched = Canaries(run.mechanism, run.batches.scheme, run.batches.examples, count, key)
+        accounted = run.plan.prices.scheme_of(run.mechanism)
+        self.watched = Canaries(run.mechanism, accounted, count, key)
+        self._batches = Batches(run.batches.scheme, count, key)  # drawn apart: they say nothing of who else is drawn
+        self._stream, self._step, self._drawn = self._batches.starting(0), -1, np.zeros(0, np.int64)
         self._engine, self._unit = engine, float(run.noise.max_grad_norm or 1.0)
         # Coordinates of all parameters in a line, and for each parameter that has some, which canaries are where.
         coordinates = self.watched.random.choice(sum(sizes), count, replace=False)
@@ -43,13 +48,15 @@ class PlantedCanaries:
         ]
 
     def plant(self, sums: Sequence[Tensor], unfinished: Unfinished) -> None:
-        """Add the canaries of the portion that are included, and note what was at their coordinates before."""
-        if unfinished.received is None:  # the step is about to be refused
+        """Add the canaries of the step that are included, and note what was at their coordinates before."""
+        due = unfinished.received
+        if due is None:  # the step is about to be refused
             return
-        there = np.array(unfinished.received.canaries, np.int64)
         before = self._at(sums)
         unfinished.known = before if unfinished.known is None else unfinished.known + before
-        unfinished.canaries = np.concatenate([unfinished.canaries, there])
+        if due.number:  # canaries come with the first part of a batch
+            return
+        there = self._of(due.step)
         bound = self._engine.max_grad_norm
         loud = torch.tensor([_LOUD * bound])
         added = torch.zeros(self.watched.count)
@@ -62,7 +69,15 @@ class PlantedCanaries:
         """Note what a step has released about the canaries, beside what was known before."""
         if step < self.watched.steps:
             left = (self._at(released) - unfinished.known) / self._unit
-            self.watched.record(step, unfinished.canaries, left)
+            self.watched.record(step, self._of(step), left)
+
+    def _of(self, step: int) -> NDArray[np.int64]:
+        """The canaries of a step's batch."""
+        if step != self._step:
+            if step != self._step + 1:
+                self._stream = self._batches.starting(step)
+            self._step, self._drawn = step, next(self._stream)
+        return self._drawn
 
     def _at(self, sums: Sequence[Tensor]) -> Array:
         found = np.zeros(self.watched.count)

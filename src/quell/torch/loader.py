@@ -190,8 +190,7 @@ class PlannedSampler(Sampler[list[int]]):
             portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
             for number, portion in enumerate(portions):
                 filled_to = self.physical if self.fixed_shape else None
-                canaries = () if run.planted is None else tuple(run.planted.watched.among(portion).tolist())
-                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to, canaries))
+                note(Portion(step, number, len(portions), len(portion), self.rows, filled_to))
                 rows = portion if run.owned is None else run.owned.taken(portion, step)
                 yield rows.repeat(self.repeats).tolist()
 
@@ -235,6 +234,9 @@ class IndexedAtOnce(Dataset[Any]):
         return [tensor.index_select(0, chosen[tensor.device]) for tensor in self.tensors]
 
 
+_LOOKS = 3  # first batches whose order of rows is checked
+
+
 class Collated:
     """A collate function that can also make a batch of nobody, and fill batches up to one size.
 
@@ -244,13 +246,28 @@ class Collated:
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, size: int | None, rows: int) -> None:
         self.collate, self.dataset, self.size, self.rows = collate, dataset, size, rows
+        self._looks = _LOOKS
 
     def __call__(self, examples: list[Any]) -> Any:
         batch = self.collate(examples) if examples else _without_rows(self._one())
+        if self.rows > 1 and self._looks and not self._indexed and len(examples) > self.rows:
+            self._looks -= 1
+            self._require_order(examples, batch)
         if self.size is None:
             return batch
         real = len(batch[0]) if self._indexed else len(examples)
         return _filled(batch, real, self.size * self.rows)
+
+    def _require_order(self, examples: list[Any], batch: Any) -> None:
+        """Units are consecutive rows, so a function that sorts them would mix units up."""
+        turned, count = self.collate(examples[::-1]), len(examples)
+        pairs = zip(pytree.tree_leaves(batch), pytree.tree_leaves(turned), strict=True)
+        rows = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.dim() and len(a) == count]
+        if any(a.shape != b.shape or not torch.equal(a, b.flip(0)) for a, b in rows):
+            raise QuellError(
+                "the collate function changes the order of rows, or is random: several rows that are clipped as one "
+                "must stay together, so leave their order alone"
+            )
 
     @property
     def _indexed(self) -> bool:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quell.errors import QuellError
@@ -37,7 +35,6 @@ class Portion:
     examples: int
     rows_per_example: int = 1
     filled_to: int | None = None  # with examples of zeros, which count for nobody, behind the real ones
-    canaries: tuple[int, ...] = ()  # that take part with these examples, if the run is audited
 
     @property
     def rows(self) -> int:
@@ -60,7 +57,6 @@ class Unfinished:
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
     rates: list[float] | None = None  # the learning rates, which are the same for all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
-    canaries: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # of all portions
     known: Any = None  # the sums of real gradients at the canaries' coordinates
 
 
