@@ -34,6 +34,7 @@ def test_models_have_the_sizes_that_are_named(name: str, millions: float, traine
     assert learning == pytest.approx(trained or millions, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_for_every_contender(tmp_path: Path) -> None:
     file = tmp_path / "table.md"
     command = [sys.executable, str(HERE / "torch_step.py"), "--tiny", "--rounds", "1", "--markdown", str(file)]

@@ -33,6 +33,7 @@ def test_fast_nuclear_norm_is_a_close_lower_bound(momentum, decay):
     assert 0.99 * truth <= fast <= truth * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_nuclear_norm_of_schedules_and_given_workloads_stays_below_the_truth():
     n = 1200
     for task in (

@@ -157,6 +157,7 @@ def test_optimised_banded_inverses_against_table_4() -> None:
     assert above == {("BandInvMF p=2", "ε=0.25")}
 
 
+@pytest.mark.slow
 def test_no_two_bands_have_both_the_first_and_the_last_value_printed_for_them() -> None:
     """With p = 2 there is one coefficient, −λ: 12.69 without amplification rules 125.87 at ε = 0.25 out."""
     n, b, delta = 3900, 390, 1e-5

@@ -160,7 +160,12 @@ def test_a_blt_whose_noise_does_not_match_its_sensitivity_cannot_be_stated(tmp_p
 
 
 @pytest.mark.parametrize(
-    "options", [{"learning_rates": "cosine", "momentum": 0.9}, {"learning_rates": "linear", "momentum": 0.99}, {}]
+    "options",
+    [
+        pytest.param({"learning_rates": "cosine", "momentum": 0.9}, marks=pytest.mark.slow),
+        {"learning_rates": "linear", "momentum": 0.99},
+        {},
+    ],
 )
 def test_every_plan_that_is_saved_verifies(tmp_path, options):
     small = {"examples": 1000, "batch_size": 100, "epochs": 4, "epsilon": 8, "delta": 1e-5, "sampling": "cyclic"}

@@ -110,7 +110,8 @@ def test_certified_points_cost_at_most_two_percent(mu, runs):
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("identity", {}), pytest.param("bsr", {"bands": 4}, marks=pytest.mark.slow)]
+    ("family", "options"),
+    [pytest.param("identity", {}, marks=pytest.mark.slow), pytest.param("bsr", {"bands": 4}, marks=pytest.mark.slow)],
 )
 def test_balls_in_bins_compose_within_two_percent_of_their_own_losses(family, options):
     """Two bins: the losses of one run from cells of its output, along both bins, and those of four by sums.

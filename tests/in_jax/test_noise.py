@@ -205,6 +205,7 @@ def test_a_step_past_the_plan_is_nan_and_an_error(scanned: Any) -> None:
         check(after)
 
 
+@pytest.mark.slow
 def test_the_users_own_shard_map_and_a_chain() -> None:
     where, case = mesh(4, 2), "bsr"
     params = tree(where)

@@ -106,7 +106,7 @@ def test_draws_equal_the_reference(generator: str, seeded: Seeded) -> None:
     ("case", "generator"),
     [
         ("lambda_cgd", "chacha20"),
-        ("band", "chacha20"),
+        pytest.param("band", "chacha20", marks=pytest.mark.slow),
         ("bisr normalised", "philox"),
         ("bsr normalised", "philox"),
         ("band", "philox"),
@@ -150,7 +150,10 @@ def test_rings_with_few_rows_have_knobs_of_their_own() -> None:
         assert triton_kernels.knobs("chacha20", recipe) == triton_kernels.KNOBS["chacha20"]
 
 
-@pytest.mark.parametrize(("generator", "keep", "start"), [("philox", 4, 6), ("philox", 2, 6), ("chacha8", 1, 1)])
+@pytest.mark.parametrize(
+    ("generator", "keep", "start"),
+    [("philox", 4, 6), ("philox", 2, 6), pytest.param("chacha8", 1, 1, marks=pytest.mark.slow)],
+)
 def test_buffered_equals_regenerated(generator: str, keep: int, start: int, seeded: Seeded) -> None:
     """All of the four old draws are kept, or a part of them while the older ones are made again."""
     shards, key = (Shard(0, 5, 60),), seeded(43)

@@ -85,6 +85,7 @@ def test_one_bin_is_the_gaussian_mechanism(scheme):
     assert delta.delta == pytest.approx(privacy.delta(built, plain, 3.0, 2.0).delta, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_full_rate_b_min_sep_is_balls_in_bins_and_poisson_is_one_group():
     built = build(BallsInBins(N, B))
     same = [privacy.delta(built, scheme, SIGMA, EPSILON).bracket for scheme in (BallsInBins(N, B), BMinSep(N, B, 1.0))]
@@ -108,6 +109,7 @@ class ChainAsBins:
         return certificate.lower, certificate.upper
 
 
+@pytest.mark.slow
 def test_monotone_in_noise_epsilon_and_epochs():
     """Certificates use the same draws throughout, so they are monotone far below their width."""
     scheme = BallsInBins(24, 6)
@@ -124,6 +126,7 @@ def test_monotone_in_noise_epsilon_and_epochs():
     assert by_epochs == sorted(by_epochs)
 
 
+@pytest.mark.slow
 def test_epsilon_does_not_depend_on_the_learning_rate():
     scheme = BallsInBins(20, 5)
     rates = workload.schedule("cosine", 20)

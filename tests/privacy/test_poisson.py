@@ -19,8 +19,8 @@ def identity(scheme):
     return strategy.build("identity", workload.prefix(scheme.steps), scheme.participation)
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.3])
-@pytest.mark.parametrize("epsilon", [0.05, 0.5])
+@pytest.mark.parametrize("rate", [0.01, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("epsilon", [pytest.param(0.05, marks=pytest.mark.slow), 0.5])
 def test_one_step_has_a_closed_form(rate, epsilon):
     """δ_remove(ε) = rate·δ_Gauss(ln(1 + (e^ε − 1)/rate)) for one subsampled step, the larger direction."""
     scheme = Poisson(1, rate)
@@ -72,8 +72,8 @@ def test_rounding_of_many_rounds_never_understates(rounds, epsilon, wanted):
 @pytest.mark.parametrize(
     ("rounds", "rate", "sigma", "epsilon"),
     [
-        (3900, 1 / 390, 0.495, 8.0),
-        (780, 5 / 390, 0.7, 4.0),
+        pytest.param(3900, 1 / 390, 0.495, 8.0, marks=pytest.mark.slow),
+        pytest.param(780, 5 / 390, 0.7, 4.0, marks=pytest.mark.slow),
         (100, 0.3, 3.0, 2.0),
         (10, 1.0, 3.0, 4.0),
         (90, 0.1, 2, 0.5),
@@ -88,7 +88,7 @@ def test_estimates_for_searches_agree_with_the_library(rounds, rate, sigma, epsi
     assert coin_epsilon([(rounds, sigma)], rate, library.upper) == pytest.approx(epsilon, rel=0.002)
 
 
-@pytest.mark.parametrize("sigma", [0.3, 0.03, 1e-3, 1e-6, 1e6])
+@pytest.mark.parametrize("sigma", [pytest.param(0.3, marks=pytest.mark.slow), 0.03, 1e-3, 1e-6, 1e6])
 @pytest.mark.parametrize("rate", [0.3, 1.0])
 def test_any_noise_is_priced_within_bounded_work(sigma, rate, monkeypatch):
     """Little noise makes losses large: the library's grid had a billion cells at 0.03, and took minutes at 0.3."""

@@ -353,7 +353,7 @@ def test_reentrant_checkpoints_inside_of_others_are_never_taken_for_one_gradient
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compiled", ["before", "after"])
+@pytest.mark.parametrize("compiled", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_compiled_model_is_clipped_like_any_other(compiled):
     def trained(how):
         model = network()
