@@ -10,13 +10,14 @@ STAMP := $(VENV)/.installed
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Quell needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
 test: lint  ## linters, types, layering, tests and doctests (a few minutes)
 	$(BIN)/python -m pytest -n auto -m 'not slow'
 
-test-all: lint  ## the same with the slow reproductions
+test-all: lint  ## the same with the slow reproductions, and beside other libraries
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,peers]'
 	$(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)

@@ -65,5 +65,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     texts = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     if any("import jax" in text for text in texts):
         pytest.importorskip("jax")
+    if any("import jax_privacy" in text for text in texts):
+        pytest.importorskip("jax_privacy")
     for text in texts:
         exec(compile(text, str(page), "exec"), namespace)

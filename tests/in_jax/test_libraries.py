@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import equinox
 import jax
 import jax.numpy as jnp
-import jax_privacy
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
 
 from quell.jax import check, clipped_grad, privatize
 from tests.noise import cases
 
 from .trees import seeded
+
+equinox, jax_privacy = pytest.importorskip("equinox"), pytest.importorskip("jax_privacy")
+linen, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
 
 RANDOM = np.random.default_rng(8)
 X, Y = RANDOM.standard_normal((11, 5)).astype(np.float32), RANDOM.standard_normal((11, 3)).astype(np.float32)
