@@ -286,6 +286,7 @@ def test_the_readmes_rooms_are_reachable():
     assert result.stdout.split() == [str(len(FAMILIES)), "3"]
 
 
+@pytest.mark.slow
 def test_compare_splits_the_failure_probability_between_its_rows(monkeypatch):
     """A reader picks the best row, so each certificate by draws must know how many there are."""
     asked = []

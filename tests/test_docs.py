@@ -58,7 +58,13 @@ def test_console_blocks_show_real_output(page, text, tmp_path, monkeypatch):
         require_shown(shown_lines(expected), shown_lines(result.output), page.name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+SLOW = ("jax.md", "from-jax-privacy.md")  # JAX compiles for a long time
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW else ()) for page in PAGES],
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}

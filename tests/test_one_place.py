@@ -68,6 +68,7 @@ def test_names_appear_in_one_room_only(room, names, classes):
     assert found == []
 
 
+@pytest.mark.slow
 def test_a_made_up_family_takes_one_file(monkeypatch, tmp_path):
     monkeypatch.setitem(FAMILIES, "echo", made_up_family.ECHO)
     plan = quell.plan(**SMALL, objective="rmse")

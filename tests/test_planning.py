@@ -317,7 +317,7 @@ def test_dense_matrices_are_a_second_opinion(saved, monkeypatch):
     assert any("rmse, dense" in claim for claim in false)
 
 
-@pytest.mark.parametrize("name", ["plan_v2", "plan_v2_users"])
+@pytest.mark.parametrize("name", [pytest.param("plan_v2", marks=pytest.mark.slow), "plan_v2_users"])
 def test_files_of_version_2_load_and_every_lie_in_them_is_found(name, tmp_path):
     path = Path(__file__).parent / "data" / f"{name}.json"
     assert all(check.holds for check in quell.verify(path))
@@ -376,7 +376,12 @@ SLOW = pytest.mark.slow  # repeats of what a quick case holds
 
 @pytest.mark.parametrize(
     "sampling",
-    ["balls-in-bins", pytest.param("poisson", marks=SLOW), pytest.param("cyclic_poisson", marks=SLOW), "best"],
+    [
+        "balls-in-bins",
+        pytest.param("poisson", marks=SLOW),
+        pytest.param("cyclic_poisson", marks=SLOW),
+        pytest.param("best", marks=SLOW),
+    ],
 )
 def test_amplified_plans_need_less_noise_and_verify(sampling, tmp_path):
     small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4, "delta": 1e-5, "memory": 2, "draws": 2}
@@ -411,6 +416,7 @@ def test_amplified_noise_does_not_buy_the_promise_without_the_sampling(tmp_path)
     assert any("its noise suffices" in str(check.stated) for check in tampered(path, claim_cyclic))
 
 
+@pytest.mark.slow
 def test_more_rows_certified_by_draws_than_share_the_failure_probability_are_refused(tmp_path):
     """Among many certificates by draws one would hold by luck."""
     drawn = quell.plan(**{**SETUP, "sampling": "balls_in_bins"})

@@ -48,6 +48,7 @@ def test_a_target_rmse_refuses_another_objective():
         questions.plan_for_rmse(Run.from_data(**SMALL), 2.0)
 
 
+@pytest.mark.slow
 def test_more_epochs_in_the_same_steps_lower_the_error_per_example():
     known = {"examples": 1000, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic", "memory": 0, "draws": 1}
     choices = questions.choices_for_steps(100, **known)
@@ -71,6 +72,7 @@ def test_every_number_of_steps_can_be_spent():
         assert all(epochs >= 1 and abs(epochs * (examples // size) - steps) <= 0.1 * steps for size, epochs in ways)
 
 
+@pytest.mark.slow
 def test_more_examples_than_steps_can_be_planned_for_are_no_obstacle():
     """A fake run with batches of one example was refused: 200 million steps."""
     known = {"examples": 200_000_000, "epsilon": 4.0, "delta": 1e-9, "sampling": "cyclic", "memory": 0, "draws": 1}
@@ -92,6 +94,7 @@ def test_changes_are_no_more_than_a_new_plan_would_say():
     assert longer.mechanism.rmse <= change.mechanism.rmse * (1 + 1e-9)  # a new plan may find better still
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_names_no_best_among_mechanisms_that_its_file_does_not_hold(tmp_path):
     plan = quell.plan(examples=200, batch_size=20, epochs=2, epsilon=8, delta=1e-3, memory=0, draws=1)
     assert plan.estimates

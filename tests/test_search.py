@@ -105,12 +105,14 @@ def test_the_winner_is_the_best_of_what_was_seen(found):
     assert found.dpsgd_equivalent_epsilon > found.run.epsilon
 
 
+@pytest.mark.slow
 def test_plans_are_deterministic(found):
     again = quell.plan(**SMALL)
     assert again.as_dict() == found.as_dict()
     assert [repr(m) for m in again.alternatives] == [repr(m) for m in found.alternatives]
 
 
+@pytest.mark.slow
 def test_allowed_schemes_are_respected():
     for sampling in ("cyclic_poisson,cyclic", "poisson"):
         plan = quell.plan(**SMALL, sampling=sampling)

@@ -105,7 +105,7 @@ def plan_of(sampling: str, family: str = "bisr", **parameters) -> Plan:
     return Plan(run, (Prices(run).price(family, **parameters),), 0)
 
 
-@pytest.mark.parametrize("sampling", ["cyclic", "poisson"])
+@pytest.mark.parametrize("sampling", ["cyclic", pytest.param("poisson", marks=pytest.mark.slow)])
 def test_a_sound_plan_is_not_broken_and_its_noise_is_measured(sampling):
     found = rehearse(plan_of(sampling, "identity"), canaries=4000)
     assert not found.broken, str(found)

@@ -21,6 +21,7 @@ from quell.budget.entry import entry_of
 from quell.budget.ledger import spent
 from quell.errors import QuellError
 from quell.noise import Key
+from quell.noise.stream import UnrecordedKeyWarning
 from quell.privacy import gaussian_epsilon
 from tests import documented
 
@@ -328,7 +329,7 @@ def test_the_command_does_the_same(tmp_path, plan):
         run("add", file, saved)
 
 
-def test_a_key_object_needs_a_ledger(tmp_path):
+def test_a_key_that_was_loaded_needs_a_ledger(tmp_path):
     """Otherwise every run with that key would be charged as one."""
     torch = pytest.importorskip("torch")
     from quell.torch import make_private
@@ -337,5 +338,7 @@ def test_a_key_object_needs_a_ledger(tmp_path):
     budget = Budget.create(tmp_path / "b", name="x", epsilon=9.0, delta=1e-3)
     model, plan = network(), quell.plan(examples=40, batch_size=8, epochs=1, epsilon=8, delta=1e-4, sampling="cyclic")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(QuellError, match="pass the path of the key file, or ledger="):
-        make_private(model, optimizer, examples(), plan, key=Key.generate(), budget=budget.path)
+    Key.generate().save(tmp_path / "run.key")
+    refused = pytest.raises(QuellError, match="pass the path of the key file, or ledger=")
+    with pytest.warns(UnrecordedKeyWarning), refused:
+        make_private(model, optimizer, examples(), plan, key=Key.load(tmp_path / "run.key"), budget=budget.path)

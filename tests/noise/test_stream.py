@@ -345,6 +345,7 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         NoiseSpec(Exponentials(np.ones(2), np.ones(1)), 3, 1.0)
 
 
+@pytest.mark.slow
 def test_a_plan_makes_its_noise(seeded: Seeded) -> None:
     plan = quell.plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5)
     stream = NoiseStream(plan, [8], key=seeded(1), max_grad_norm=0.3)

@@ -53,6 +53,7 @@ def test_a_guarantee_covers_what_its_own_sampler_does(scheme, name, parameters):
         assert agrees(promised.bracket, simulated)
 
 
+@pytest.mark.slow
 def test_calibration_certification_and_both_inverses_agree():
     scheme = BallsInBins(24, 6)
     built = build(scheme, "bisr", bands=4)
@@ -211,6 +212,7 @@ def test_negative_strategies_and_schemes_without_accountant_are_refused():
         privacy.calibrate(odd, "balls_in_bins", 1.0, 1e-5)
 
 
+@pytest.mark.slow
 def test_comparing_more_certificates_costs_a_little_noise_not_soundness():
     scheme = BallsInBins(24, 6)
     built = build(scheme, "bisr", bands=4)

@@ -36,7 +36,12 @@ ENTRIES = [
     for (name, setting), row in TABLE_4.items()
     for epsilon, printed in zip(EPSILONS, row, strict=True)
 ]
-QUICK = [("lambda_cgd", 0.95, 8), ("bisr", 16, 1), ("bsr", 390, 2), ("bisr", 4, 0.5)]
+QUICK = [
+    ("lambda_cgd", 0.95, 8),
+    ("bsr", 390, 2),
+    pytest.param("bisr", 16, 1, marks=pytest.mark.slow),
+    pytest.param("bisr", 4, 0.5, marks=pytest.mark.slow),
+]
 
 
 @cache
@@ -84,6 +89,7 @@ def _check_poisson(epsilon):
     assert rmse == pytest.approx(DPSGD[EPSILONS.index(epsilon)], rel=3e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "printed"), [("identity", 1.2), ("bsr", 2.3), ("band_toeplitz", 2.4)])
 def test_noise_multipliers_of_the_bisr_paper(name, printed):
     """970 steps, separation 97, 10 participations, momentum 0.9, weight decay 0.9999, 4 bands; c₀ = 1."""

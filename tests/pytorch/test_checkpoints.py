@@ -177,11 +177,13 @@ def killed_and_resumed(folder, mechanism, clipping, kills, ranks=1):
     assert all(torch.equal(final[name], value) for name, value in straight.items())
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_three_times(tmp_path):
     """Before the first checkpoint, with a new one, and a step after one."""
     killed_and_resumed(tmp_path, "bsr", "microbatch", kills=[2, 6, 4])
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_of_two_processes(tmp_path):
     killed_and_resumed(tmp_path, "bsr", "layers", kills=[2, 5], ranks=2)
 

@@ -107,6 +107,7 @@ def test_adapters_alone_move_as_without_noise(name):
             assert torch.equal(value, before[key])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_a_trainer_saves_and_resumes_adapters(plan, tmp_path):
     """Checkpoints hold the adapter alone; a run that was stopped goes on from them as if it had not been."""

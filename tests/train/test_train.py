@@ -173,6 +173,7 @@ def test_dpsgd_gets_noise_for_its_own_search(sampling):
     assert 7.7 < search_claim(Trials(10.0), [(prices, trained)], 1e-3).epsilon <= 8.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampling", "best"), [("best", "poisson"), ("cyclic", "cyclic")])
 def test_dpsgd_gets_the_best_allowed_batches(sampling, best):
     run = Run.from_data(examples=20, batch_size=10, epochs=1, epsilon=2, delta=1e-3, sampling=sampling)

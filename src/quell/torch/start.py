@@ -90,9 +90,9 @@ def started_run(
         run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept, owned)
         run.share_released()
         if options.budget is not None:
-            if isinstance(options.key, Key) and ledger is None and not rank:
+            if isinstance(options.key, Key) and key.loaded and ledger is None and not rank:
                 raise QuellError(
-                    "budget= with a key object would charge several runs of that key once: pass the path of the key "
+                    "budget= with a key that was loaded would charge several runs of it once: pass the path of the key "
                     "file, or ledger= as well"
                 )
             run.charge = _charging(plan, chosen, key, options.budget)
