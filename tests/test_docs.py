@@ -58,7 +58,7 @@ def test_console_blocks_show_real_output(page, text, tmp_path, monkeypatch):
         require_shown(shown_lines(expected), shown_lines(result.output), page.name)
 
 
-SLOW = ("jax.md", "from-jax-privacy.md")  # JAX compiles for a long time
+SLOW = ("jax.md", "from-jax-privacy.md", "noise.md")  # whose compiling takes long
 
 
 @pytest.mark.parametrize(

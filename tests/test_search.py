@@ -128,6 +128,7 @@ def test_explanations_name_the_scheme_the_gain_and_the_promise(found):
     assert "<pre>" in found._repr_html_()
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.floats(0.3, 12.0), st.sampled_from(["training", "rmse", "maxse"]), st.sampled_from([0.0, 0.9]))
 def test_a_percent_of_epsilon_never_costs_two_percent_of_error(epsilon, objective, momentum):

@@ -80,6 +80,7 @@ def test_norms_of_many_elements() -> None:
 
 
 def test_bfloat16_models_and_flax() -> None:
+    pytest.importorskip("flax")
     from flax import nnx
 
     model = nnx.Linear(5, 1, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

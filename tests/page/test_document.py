@@ -150,6 +150,7 @@ def test_dpsgd_is_an_estimate_only_under_amplification(plan, amplified):
     assert brief(amplified)["baseline_estimated"] is True
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_the_pictures(tmp_path):
     report, picture = tmp_path / "report.html", tmp_path / "plan.svg"
     run = ["--examples", "200", "--batch-size", "20", "--epochs", "2", "--epsilon", "4", "--delta", "1e-3"]

@@ -141,6 +141,7 @@ def test_epsilon_does_not_depend_on_the_learning_rate():
     assert len(noise) == 1
 
 
+@pytest.mark.slow
 def test_both_directions_are_estimated_and_the_larger_is_reported():
     scheme = BallsInBins(40, 20)
     together = build(scheme, "lambda_cgd", **{"lambda": 0.99})

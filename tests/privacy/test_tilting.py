@@ -304,6 +304,7 @@ def test_certificates_fail_no_more_often_than_stated(monkeypatch):
     assert 0 < understated < 100 * failure
 
 
+@pytest.mark.slow
 def test_an_event_that_the_pilot_never_meets_is_bounded_by_draws():
     """Direction add of many bins that do not overlap: what can be said without draws is far too much."""
     kernel = np.zeros(2000)
