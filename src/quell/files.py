@@ -78,3 +78,13 @@ def _too_long(path: str | Path, most: int) -> QuellError:
 
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for someone to write
+
+
+def keep_name(path: Path) -> None:
+    """Let the name of a file that was just made or moved survive a crash, as what was synced inside of it does."""
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -342,3 +342,14 @@ def test_a_key_that_was_loaded_needs_a_ledger(tmp_path):
     refused = pytest.raises(QuellError, match="pass the path of the key file, or ledger=")
     with pytest.warns(UnrecordedKeyWarning), refused:
         make_private(model, optimizer, examples(), plan, key=Key.load(tmp_path / "run.key"), budget=budget.path)
+
+
+def test_a_mechanism_of_another_plan_is_certified_before_it_is_charged():
+    """Its promise was for one participation, this plan has five (found by a review)."""
+    once, often = (
+        quell.plan(examples=examples, batch_size=40, epochs=epochs, epsilon=2, delta=1e-6, sampling="cyclic")
+        for examples, epochs in ((400, 1), (80, 5))
+    )
+    assert once.steps == often.steps
+    with pytest.raises(QuellError, match=r"is not certified to be \(2, 1e-06\)-DP"):
+        run_claim(often.prices, once.mechanism)

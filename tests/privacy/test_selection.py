@@ -13,7 +13,7 @@ from quell.errors import QuellError
 from quell.privacy import gaussian_epsilon, gaussian_sigma
 from quell.privacy.composition import Charge, Together
 from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile
-from quell.privacy.selection import LAWS, Trials, delta_of, selected, selected_epsilon
+from quell.privacy.selection import LAWS, Trials, delta_of, selected, selected_epsilon, worst_of
 
 MOST = 1500  # trials that are enumerated
 
@@ -144,6 +144,17 @@ def test_the_worst_of_several_mechanisms_counts():
     trials = Trials(3.0)
     assert selected_epsilon([small, large], trials, 1e-5) == selected_epsilon([large], trials, 1e-5)
     assert selected_epsilon([PointProfile(((1.0, 1e-3),), 1e-5)], trials, 1e-5) == math.inf
+
+
+def test_the_failure_probabilities_of_all_kinds_of_trials_count():
+    """A trial may be of any kind, so every certificate has to hold (found by a review)."""
+    kinds = [GaussianProfile(0.5, 2e-6), GaussianProfile(0.5, 3e-6)]
+    sure, trials = GaussianProfile(0.5), Trials(3.0)
+    assert selected_epsilon(kinds, trials, 1e-5) == pytest.approx(selected_epsilon([sure], trials, 5e-6))
+    for found in (selected(kinds, trials, 1e-5), worst_of(kinds, 1e-5)):
+        assert found.failure == pytest.approx(5e-6)
+    points = [PointProfile(((1.0, 1e-3),), 2e-6), PointProfile(((1.1, 1e-3),), 3e-6)]
+    assert worst_of(points, 1e-5).failure == pytest.approx(5e-6)
 
 
 @pytest.mark.parametrize("wrong", [{"mean": 1.0}, {"mean": math.nan}, {"mean": 1e9}, {"mean": 5, "law": "fixed"}])

@@ -42,7 +42,7 @@ def create(path: Path, first: dict[str, Any]) -> None:
             os.link(draft, path)  # unlike a rename, never in the place of a file that is there
         finally:
             os.unlink(draft)
-        _keep_name(path)
+        files.keep_name(path)
     except FileExistsError:
         raise QuellError(f"{path} exists already: go on with it, or choose another name for a new budget") from None
     except OSError as problem:
@@ -147,12 +147,3 @@ def _line(content: dict[str, Any], before: bytes) -> tuple[bytes, bytes]:
     body = json.dumps(content, allow_nan=False, separators=(",", ":"), sort_keys=True)
     check = sha256(before + body.encode()).hexdigest()[:32]
     return f'{body[:-1]}{"," if content else ""}"{_CHECK}":"{check}"}}\n'.encode(), check.encode()
-
-
-def _keep_name(path: Path) -> None:
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

@@ -31,6 +31,7 @@ from typing import Final
 from zlib import crc32
 
 from quell.errors import QuellError, require_count
+from quell.files import keep_name
 from quell.noise.releases import DIGEST_BYTES, UNKNOWN, Releases
 from quell.noise.secrecy import never_copied
 
@@ -230,12 +231,7 @@ def _create(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    keep_name(path)
 
 
 def _not_a_ledger(start: bytes) -> str:

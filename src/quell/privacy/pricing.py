@@ -34,6 +34,7 @@ from quell.privacy.profile import PointProfile, Profile
 from quell.strategy.structure import Strategy
 
 _DRAWN, _EXACT = 22, 64  # points of a profile that is certified point by point, by draws or without
+_CHOSEN_FROM = 8  # profiles of which a search may keep the one that came out best (Proof 8)
 _FAR_BELOW = 1e-3  # of the promised δ, where such points end: so much less than δ does not matter to a few hundred runs
 
 
@@ -185,11 +186,11 @@ def meaning(strategy: Strategy, sampling: Sampling, guarantee: Guarantee) -> Mea
 
 def _with_promise(accountant: Accountant, guarantee: Guarantee, at: Sequence[float]) -> Profile:
     """A profile; where it consists of points, the promise is one of them, with its own failure probability."""
-    found = accountant.profile(guarantee.noise_multiplier, at, guarantee.delta * FAILURE_SHARE)
+    found = accountant.profile(guarantee.noise_multiplier, at, guarantee.delta * FAILURE_SHARE / _CHOSEN_FROM)
     if not isinstance(found, PointProfile):
         return found
-    promised = (guarantee.epsilon, guarantee.delta)
-    return PointProfile(tuple(sorted((*found.points, promised))), found.failure + guarantee.failure_probability)
+    promised, failure = (guarantee.epsilon, guarantee.delta), _CHOSEN_FROM * found.failure
+    return PointProfile(tuple(sorted((*found.points, promised))), failure + guarantee.failure_probability)
 
 
 def _accountant(strategy: Strategy, sampling: Sampling, epsilon: float, delta: float) -> Accountant:

@@ -123,7 +123,7 @@ def worst_of(profiles: Sequence[Profile], delta: float) -> Profile:
         return different[0]
     gaussian = [each for each in different if isinstance(each, GaussianProfile)]
     if len(gaussian) == len(different):
-        return max(gaussian, key=lambda each: each.mu)
+        return GaussianProfile(max(each.mu for each in gaussian), _failure(different))
     known = delta_of(different)
     points = tuple((epsilon, min(1.0, known(epsilon))) for epsilon in spread(_smallest(known, 1e-3 * delta)))
     return PointProfile(points, _failure(different))

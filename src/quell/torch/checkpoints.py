@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from quell.errors import QuellError
+from quell.files import keep_name
 from quell.torch.distributed import decided, world
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
@@ -109,11 +110,7 @@ def write_whole(state: Any, path: Path) -> None:
     if path.exists():
         os.replace(path, _before(path))
     os.replace(new, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    keep_name(path)
 
 
 def newest_whole(path: Path) -> Path:
