@@ -38,8 +38,8 @@ SETTINGS = [*((label, "balls_in_bins") for label in TEXT), *((label, "poisson") 
 Weights = dict[str, Tensor]
 
 
-def prepare(imdb: Path, encoder: Path, output: Path) -> None:
-    """Token numbers and labels of all reviews and the encoder's weights as float16, in one file."""
+def prepare(imdb: Path, encoder: Path, output: Path, length: int = TOKENS) -> None:
+    """Token numbers (the last `length` of each review), labels and the encoder's weights as float16, in one file."""
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer
 
@@ -50,12 +50,12 @@ def prepare(imdb: Path, encoder: Path, output: Path) -> None:
     spec.loader.exec_module(loader)
     tokenizer = Tokenizer.from_file(str(encoder / "tokenizer.json"))
     tokenizer.no_padding()
-    tokenizer.enable_truncation(TOKENS, direction="left")
+    tokenizer.enable_truncation(length, direction="left")
     content = {}
     for part, (texts, labels, _) in zip(
         ("train", "test"), loader.load_imdb(str(imdb / "imdb_reviews.xz")), strict=True
     ):
-        tokens = np.zeros((len(texts), TOKENS), np.uint16)  # 0 is the padding token
+        tokens = np.zeros((len(texts), length), np.uint16)  # 0 is the padding token
         for row, encoded in zip(tokens, tokenizer.encode_batch(texts), strict=True):
             row[: len(encoded.ids)] = encoded.ids
         content |= {f"tokens_{part}": tokens, f"labels_{part}": labels}
@@ -219,13 +219,14 @@ def main() -> None:
     preparing = stages.add_parser("prepare")
     for name in ("imdb", "encoder", "output"):
         preparing.add_argument(name, type=Path)
+    preparing.add_argument("--tokens", type=int, default=TOKENS, help="how many of a review, from its end")
     fitting = stages.add_parser("train")
     fitting.add_argument("inputs", type=Path)
     fitting.add_argument("--results", type=Path, default=RESULTS)
     fitting.add_argument("--smoke", action="store_true", help="one step on few reviews, to try the script")
     options = parser.parse_args()
     if options.stage == "prepare":
-        prepare(options.imdb, options.encoder, options.output)
+        prepare(options.imdb, options.encoder, options.output, options.tokens)
     else:
         experiment(options.inputs, options.results, options.smoke)
 
