@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
+from quell.torch.averages import require_rate
 from quell.torch.canaries import PlantedCanaries
 from quell.torch.checks import (
     refuse_leaking_layers,
@@ -62,6 +63,7 @@ def make_private(
     noise_memory: float = 0.0,
     budget: str | Path | None = None,
     canaries: int = 0,
+    ema: float | None = None,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Make a training loop private: returns model, optimizer and loader for the loop you already have.
 
@@ -108,6 +110,8 @@ def make_private(
             with its key. A run that the budget has no room for is refused here, and again at its first step.
         canaries: So many made-up gradients are added beside the data, and `optimizer.audit()` says after the run how
             well an attacker finds them (docs/auditing.md). They do not touch the promise.
+        ema: Average the weights after each step, with this share of the past, such as 0.98. Inside `with
+            optimizer.averaged():` the model has the averaged weights. They cost no privacy, and a copy of the model.
 
     Returns:
         The model, the wrapped optimizer, and the loader of the plan's batches.
@@ -126,6 +130,7 @@ def make_private(
     8.0
     """
     bound = require_clip_norm(max_grad_norm)
+    ema = require_rate(ema)
     if clipping not in CLIPPING:
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
     if clipping == "microbatch" and (fixed_shape or (rows_per_example, rows_per_user) != (1, 1)):
@@ -152,8 +157,12 @@ def make_private(
     refuse_leaking_layers(model)
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, params, data, plan, bound, options, users, rows_per_user) as run:
-        own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
-        own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries}
+        own: dict[str, Any] = {
+            "clipping": clipping,
+            "loss_reduction": loss_reduction,
+            "physical_batch_size": physical_batch_size,
+        }
+        own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries, "ema": ema}
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
@@ -169,8 +178,9 @@ def make_private(
             run.planted = PlantedCanaries(run, engine, canaries)
         if cuda_graphs and isinstance(engine, LayerEngine):
             record_passes(engine, model, lambda: probe.watching)
+        private = PrivateOptimizer(optimizer, run, engine, ema)
     model._quell_private = True
-    return model, PrivateOptimizer(optimizer, run, engine), loader
+    return model, private, loader
 
 
 def _engine(
