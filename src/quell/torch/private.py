@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ def make_private(
     physical_batch_size: int | None = None,
     micro_batch: int = 32,
     rows_per_example: int = 1,
+    augment: Callable[[Any], Any] | None = None,
     users: Any = None,
     rows_per_user: int = 1,
     fixed_shape: bool | None = None,
@@ -89,6 +90,9 @@ def make_private(
         micro_batch: How many examples "microbatch" runs at a time.
         rows_per_example: How many rows the loader takes of each example, asking the data set that many times. The mean
             of their gradients is clipped as one, so augmentation costs no privacy.
+        augment: Changes the inputs of every batch at random, each row by itself, such as `quell.torch.crop_and_flip`.
+            It gets the first element of a batch that is a list or tuple, or the whole of any other batch. With
+            `rows_per_example=8` each example comes in eight views.
         users: For a plan per user: the id of each example's user, in the order of the data set. Default: its attribute
             `users`. Batches and `physical_batch_size` then count users.
         rows_per_user: How many rows a user brings to a step, taken in turn from all of the user's. The mean of their
@@ -166,7 +170,7 @@ def make_private(
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
-        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape)
+        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment)
         sharded = any(is_sharded(parameter) for parameter in params.values())
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
