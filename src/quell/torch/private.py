@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.averages import require_rate
@@ -21,6 +20,7 @@ from quell.torch.checks import (
     refuse_wrong_arguments,
     trainable_parameters,
 )
+from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
 from quell.torch.engine.graphs import record_passes
@@ -44,7 +44,7 @@ def make_private(
     optimizer: Optimizer | Sequence[Optimizer],
     data: Dataset[Any] | DataLoader[Any],
     plan: Plan,
-    max_grad_norm: float = 1.0,
+    max_grad_norm: ClipNorm = 1.0,
     *,
     clipping: str = "layers",
     mechanism: str | Mechanism | None = None,
@@ -78,7 +78,9 @@ def make_private(
             then step together, on gradients that are clipped over all of their parameters at once.
         data: The training set, or a `DataLoader` whose dataset, collate function and workers are used.
         plan: The plan whose batches, noise and promise to use.
-        max_grad_norm: The norm to which each example's (or user's) gradient is clipped.
+        max_grad_norm: The norm to which each example's (or user's) gradient is clipped. "automatic" brings every
+            gradient to norm 1, without a number to choose. A mapping gives groups of parameters, by the beginnings of
+            their names, bounds of their own: `{"encoder": "automatic", "head": 0.5}`.
         clipping: "layers" follows every layer through one forward and one backward pass. "microbatch" runs the model by
             `torch.func`, for models that "layers" refuses.
         mechanism: Another certified mechanism of the plan than the recommended one, by name or as an object.
@@ -133,7 +135,6 @@ def make_private(
     >>> optimizer.privacy_report().epsilon_so_far
     8.0
     """
-    bound = require_clip_norm(max_grad_norm)
     ema = require_rate(ema)
     if clipping not in CLIPPING:
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
@@ -158,15 +159,17 @@ def make_private(
             "optimizer.close()"
         )
     params = trainable_parameters(model, optimizer)
+    bounds = Bounds.of(max_grad_norm, params)
     refuse_leaking_layers(model)
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
-    with started_run(optimizer, params, data, plan, bound, options, users, rows_per_user) as run:
+    with started_run(optimizer, params, data, plan, bounds.norm, options, users, rows_per_user) as run:
         own: dict[str, Any] = {
             "clipping": clipping,
             "loss_reduction": loss_reduction,
             "physical_batch_size": physical_batch_size,
         }
         own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries, "ema": ema}
+        own |= {"max_grad_norm": bounds.settings}
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
@@ -175,7 +178,7 @@ def make_private(
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
         rows = rows_per_example * rows_per_user
-        engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, rows, sharded)
+        engine = _engine(clipping, model, params, bounds, loss_reduction, micro_batch, rows, sharded)
         engine.present = run.present
         run.guard = probe = Probe(model, params)
         if canaries:
@@ -191,14 +194,14 @@ def _engine(
     clipping: str,
     model: nn.Module,
     params: dict[str, nn.Parameter],
-    bound: float,
+    bounds: Bounds,
     loss_reduction: str,
     micro_batch: int,
     rows_per_unit: int,
     sharded: bool,
 ) -> Engine:
     if clipping == "layers":
-        return LayerEngine(model, params, bound, loss_reduction, rows_per_unit)
+        return LayerEngine(model, params, bounds, loss_reduction, rows_per_unit)
     if sharded:
         raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
-    return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch)
+    return MicrobatchEngine(model, params, bounds, loss_reduction, micro_batch)
