@@ -48,7 +48,8 @@ def build(name: str, physical: int | None = None, width: int = 7):
         warnings.simplefilter("ignore")
         key = Key.from_seed(11)
     data = examples(plan.run.examples)
-    return make_private(model, optimizer, data, plan, 0.5, clipping=clipping, key=key, physical_batch_size=physical)
+    options = {"clipping": clipping, "key": key, "physical_batch_size": physical, "ema": 0.9}
+    return make_private(model, optimizer, data, plan, 0.5, **options)
 
 
 def train(model, optimizer, loader, steps=None, criterion=nn.functional.cross_entropy):
@@ -63,6 +64,13 @@ def train(model, optimizer, loader, steps=None, criterion=nn.functional.cross_en
 
 def weights(model):
     return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.state_dict().items()}
+
+
+def results(model, optimizer):
+    """The weights at the end, and their averages."""
+    with optimizer.averaged():
+        averages = {f"averaged {name}": value.clone() for name, value in weights(model).items()}
+    return {**weights(model), **averages}
 
 
 def put_weights(model, saved):
@@ -155,7 +163,7 @@ def live(folder: Path, rank: int, world: int) -> None:
         for physical in (None, 2) if world == 4 else (2,):
             trio = build(name, physical)
             train(*trio)
-            final = weights(trio[0])
+            final = results(*trio[:2])
             if rank == 0:
                 torch.save(final, folder / f"final {name} {physical}.pt")
     for name in ("ddp", "fsdp"):
@@ -168,7 +176,7 @@ def live(folder: Path, rank: int, world: int) -> None:
             trio[2].load_state_dict(saved["loader"])
             assert trio[1].run.step == 7
             train(*trio)
-            final = weights(trio[0])
+            final = results(*trio[:2])
             if rank == 0:
                 torch.save(final, folder / f"resumed {name}.pt")
         else:

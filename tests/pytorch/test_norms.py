@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quell.torch.clipping import clip_factors
+from quell.torch.clip_norms import Bound, clip_factors
 from quell.torch.engine import bounds, pieces, rules
 from quell.torch.engine.bounds import full_precision, gram_norms, token_norms
 from quell.torch.engine.layers import LayerEngine
@@ -111,6 +111,8 @@ def test_gram_matrices_are_added_up_in_short_sums(monkeypatch):
 def test_factors_of_norms_that_are_not_finite_are_zero():
     factors = clip_factors(torch.tensor([float("nan"), float("inf"), 4.0, 0.5]), 1.0)
     torch.testing.assert_close(factors, torch.tensor([0.0, 0.0, 0.25, 1.0]), rtol=1e-5, atol=0)
+    factors = clip_factors(torch.tensor([float("nan"), float("inf"), 3.99, 0.0]), Bound(1.0, True, frozenset()))
+    torch.testing.assert_close(factors, torch.tensor([0.0, 0.0, 0.25, 100.0]), rtol=1e-5, atol=0)
 
 
 # Pieces: what `sum` adds is never above what `norms` said
@@ -198,7 +200,7 @@ def test_a_piece_adds_no_more_than_its_norms_say(make, kind, dtype):
         real = real.flatten(1)
         size = real.norm(dim=1)
         for unit in range(piece.units):
-            for weight in (1.0, 1 / 3, 0.6, 1e-3):
+            for weight in (1.0, 1 / 3, 0.6, 1e-3, 70.0):
                 weights = torch.zeros(piece.units)
                 weights[unit] = weight
                 added = piece.sum(weights).double().flatten()
@@ -209,6 +211,20 @@ def test_a_piece_adds_no_more_than_its_norms_say(make, kind, dtype):
                     assert float((added - weight * real[unit]).norm()) <= coarse * weight * float(size[unit])
     if kind in ("plain", "outlier"):
         torch.testing.assert_close(norms, size, rtol=2e-2 if dtype == torch.bfloat16 else 3e-3, atol=0)
+
+
+@pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
+def test_a_normalised_unit_adds_no_more_than_its_bound(make):
+    """Automatic clipping multiplies small gradients by more than 1, and what is added stays below the bound."""
+    bound = Bound(1.0, True, frozenset())
+    for dtype in PRECISIONS:
+        for kind in ("plain", "outlier", "uneven", "cancelling", "subnormal"):
+            piece, _ = make(kind, dtype)
+            with torch.no_grad(), full_precision():
+                factors = clip_factors(piece.norms() * (1 + 1e-5), bound)
+                for unit in range(piece.units):
+                    weights = torch.where(torch.arange(piece.units) == unit, factors, 0.0)
+                    assert float(piece.sum(weights).double().norm()) <= 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

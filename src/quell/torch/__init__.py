@@ -15,6 +15,7 @@ from quell.torch.noise import CorrelatedNoise
 if TYPE_CHECKING:
     from quell.adapters.report import PrivacyReport
     from quell.torch.attached import attach
+    from quell.torch.augmentation import crop_and_flip
     from quell.torch.batch_norm import replace_batch_norm
     from quell.torch.checkpoints import load_checkpoint, save_checkpoint
     from quell.torch.checks import PlanMismatchWarning
@@ -28,6 +29,7 @@ __all__ = [
     "UncheckedLossWarning",
     "attach",
     "clipped_sum",
+    "crop_and_flip",
     "load_checkpoint",
     "make_private",
     "replace_batch_norm",
@@ -40,6 +42,7 @@ _HOMES = {
     "PrivacyReport": "quell.adapters.report",
     "UncheckedLossWarning": "quell.torch.probe",
     "attach": "quell.torch.attached",
+    "crop_and_flip": "quell.torch.augmentation",
     "load_checkpoint": "quell.torch.checkpoints",
     "make_private": "quell.torch.private",
     "replace_batch_norm": "quell.torch.batch_norm",

@@ -13,7 +13,7 @@ from quell._types import Array
 from quell.auditing import Canaries
 from quell.errors import QuellError
 from quell.schemes import Batches
-from quell.torch.clipping import clip_factors
+from quell.torch.clip_norms import clip_factors
 from quell.torch.engine.base import Engine
 from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import is_sharded

@@ -17,6 +17,7 @@ from torch.func import grad, vmap
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
+from quell.torch.clip_norms import Bounds, clip_factors
 
 ExampleLoss = Callable[..., Tensor]
 Gradients = Mapping[str, Tensor]  # per-example: (micro-batch, *shape of the parameter)
@@ -68,28 +69,19 @@ def clipped_sum(
             part = (tensor[first : first + micro_batch] for tensor in batch)
             yield per_example(plain, *part)
 
-    return dict(sum_clipped(micro_batches, plain, max_grad_norm).sums)
+    bounds = Bounds.of(require_clip_norm(max_grad_norm), plain)
+    return dict(sum_clipped(micro_batches, plain, bounds).sums)
 
 
 def sum_clipped(
     micro_batches: Callable[[], Iterator[Gradients]],
     params: Mapping[str, Tensor],
-    max_grad_norm: float,
-    scales: Tensor | float = 1.0,
+    bounds: Bounds,
 ) -> Clipped:
-    """The clipped sum of per-example gradients that come in micro-batches; `micro_batches` may be started twice.
-
-    `scales` are numbers that the gradients still have to be multiplied with, one per example if the micro-batch is one.
-    """
-    bound = require_clip_norm(max_grad_norm)
-    found = _sum(micro_batches(), params, bound, scales, cautious=False)
+    """The clipped sum of per-example gradients that come in micro-batches; `micro_batches` may be started twice."""
+    found = _sum(micro_batches(), params, bounds, cautious=False)
     # The one look at the device. Gradients that are not finite spoil the sum: rare enough to be paid for apart.
-    return found if math.isfinite(found.norm) else _sum(micro_batches(), params, bound, scales, cautious=True)
-
-
-def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
-    """What to multiply each example's gradient with: min(1, max_grad_norm/norm), and 0 where the norm is not finite."""
-    return (max_grad_norm / (norms + 1e-6)).clamp(max=1.0).nan_to_num(nan=0.0)
+    return found if math.isfinite(found.norm) else _sum(micro_batches(), params, bounds, cautious=True)
 
 
 def example_norms(gradients: Mapping[str, Tensor]) -> Tensor:
@@ -141,22 +133,22 @@ def weighted_sum(weights: Tensor, gradient: Tensor, total: Tensor | None) -> Ten
 def _sum(
     micro_batches: Iterator[Gradients],
     params: Mapping[str, Tensor],
-    bound: float,
-    scales: Tensor | float,
+    bounds: Bounds,
     cautious: bool,
 ) -> Clipped:
     totals: dict[str, Tensor] = {}
     examples = 0
     for gradients in micro_batches:
-        norms = example_norms(gradients) * scales
-        examples += len(norms)
-        weights = clip_factors(norms, bound) * scales
-        for name in params:
-            gradient = gradients[name]
-            if cautious:
-                spoiled = ~torch.isfinite(norms)
-                gradient = gradient.masked_fill(spoiled.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
-            totals[name] = weighted_sum(weights, gradient, totals.get(name))
+        examples += len(next(iter(gradients.values())))
+        for bound in bounds.groups:
+            own = {name: gradients[name] for name in params if name in bound.names}
+            norms = example_norms(own)
+            weights = clip_factors(norms, bound)
+            for name, gradient in own.items():
+                if cautious:
+                    spoiled = ~torch.isfinite(norms)
+                    gradient = gradient.masked_fill(spoiled.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
+                totals[name] = weighted_sum(weights, gradient, totals.get(name))
     if not totals:
         totals = {name: torch.zeros(value.shape, device=value.device) for name, value in params.items()}
     return Clipped(totals, examples, float(norm_of(totals.values())))

@@ -42,7 +42,8 @@ class PrivateTrainer(Trainer):
 
     Batches are the plan's; `args.per_device_train_batch_size` examples of them are on a device at a time.
     `example_losses` turns the model's outputs and the labels into one loss per example; by default it fits the model's
-    task. `private` goes to `make_private`: clipping, mechanism, key and so on. Where checkpoints are saved, the key is
+    task. `private` goes to `make_private`: clipping, mechanism, key and so on, also a `max_grad_norm` that
+    is no number. Where checkpoints are saved, the key is
     kept in `OUTPUT_DIR.key` unless it is given. For other trainers with that loss put it first among the bases:
     `class PrivateSFTTrainer(PrivateTrainer, SFTTrainer)`.
     """
@@ -89,10 +90,8 @@ class PrivateTrainer(Trainer):
             if self.args.world_size > 1:  # without the sampler that deals examples out over processes
                 names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
                 given = DataLoader(**{name: getattr(given, name) for name in names})
-            private = {**self._key_to_keep(), **self._private}
-            _, self.optimizer, loader = make_private(
-                self.model, self.create_optimizer(), given, self.plan, self.args.max_grad_norm, **private
-            )
+            private = {"max_grad_norm": self.args.max_grad_norm, **self._key_to_keep(), **self._private}
+            _, self.optimizer, loader = make_private(self.model, self.create_optimizer(), given, self.plan, **private)
             self._planned = PlannedSteps(loader)
             self.optimizer.load_state_dict = partial(self.optimizer.load_state_dict, replay=True)  # type: ignore[method-assign]
             self.optimizer._is_accelerate_prepared = True  # else accelerate would wrap it, and load a state to move it

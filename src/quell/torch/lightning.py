@@ -19,6 +19,7 @@ from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
 from quell.torch.checkpoints import newest_whole, write_whole
 from quell.torch.checks import PlanMismatchWarning
+from quell.torch.clip_norms import ClipNorm
 from quell.torch.distributed import decided
 from quell.torch.loader import PlannedSteps
 from quell.torch.optimizer import PrivateOptimizer
@@ -49,7 +50,7 @@ class Private(Callback):
     again, and are refused unless they are the same to the last bit.
     """
 
-    def __init__(self, plan: Plan, data: Any, max_grad_norm: float = 1.0, **options: Any) -> None:
+    def __init__(self, plan: Plan, data: Any, max_grad_norm: ClipNorm = 1.0, **options: Any) -> None:
         self.plan, self.data, self.max_grad_norm = plan, data, max_grad_norm
         self.loader = LaterLoader(plan)
         self.optimizer: PrivateOptimizer | None = None

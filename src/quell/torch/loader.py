@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from quell.errors import QuellError, require_count
+from quell.torch.augmentation import Augmentation
 from quell.torch.run import Portion, TrainingRun
 from quell.torch.transfer import uploaded
 
@@ -58,6 +59,7 @@ class PlannedLoader(DataLoader[Any]):
         physical_batch_size: int | None = None,
         rows_per_example: int = 1,
         fixed_shape: bool | None = False,
+        augment: Callable[[Any], Any] | None = None,
     ) -> None:
         self.run = run
         self._loaded_step: int | None = None
@@ -76,6 +78,8 @@ class PlannedLoader(DataLoader[Any]):
             fixed_shape = in_memory  # where rows of zeros are surely harmless
         self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape)
         rows = self._planned.rows
+        self._augmentation = None if augment is None else Augmentation(augment, rows)
+        self._planned.for_any_loader = augment is None
         super().__init__(
             dataset,
             batch_sampler=self._planned,
@@ -105,6 +109,8 @@ class PlannedLoader(DataLoader[Any]):
         for item in items:
             portion = planned.popleft()
             self.run.receive(portion)
+            if self._augmentation is not None:
+                item = self._augmentation(item)
             if self.run.guard is not None:
                 self.run.guard.watch(item, portion.rows)
             yield item
@@ -165,6 +171,7 @@ class PlannedSampler(Sampler[list[int]]):
         self._stream: Iterator[Any] = iter(())
         self._stream_step = -1  # the step whose batch `_stream` gives next
         self._announced: deque[Portion] | None = None
+        self.for_any_loader = True
 
     @contextmanager
     def announcing(self) -> Iterator[deque[Portion]]:
@@ -181,6 +188,11 @@ class PlannedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.run.restart_step()
+        if self._announced is None and not self.for_any_loader:
+            raise QuellError(
+                "another loader than make_private's draws the batches, and would leave out augment: pass "
+                "physical_batch_size= to make_private instead of using a BatchMemoryManager"
+            )
         return self._draw(self.run.receive if self._announced is None else self._announced.append)
 
     def _draw(self, note: Callable[[Portion], None]) -> Iterator[list[int]]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from hashlib import blake2b
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -22,11 +21,13 @@ from quell.adapters.report import PrivacyReport, privacy_report
 from quell.auditing import Audit
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
+from quell.torch.averages import AveragedWeights
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.joined import parts_of
 from quell.torch.random_states import random_states, set_random_states
+from quell.torch.replay import Start, digest, options
 from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import is_sharded, set_gradient, shard_state, whole
 
@@ -36,7 +37,7 @@ class PrivateOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True  # so that a GradScaler hands its scale over, and can be refused
 
-    def __init__(self, optimizer: Optimizer, run: TrainingRun, engine: Engine) -> None:
+    def __init__(self, optimizer: Optimizer, run: TrainingRun, engine: Engine, ema: float | None = None) -> None:
         self.original_optimizer = optimizer
         self.run = run
         self.noise_multiplier = run.mechanism.noise_multiplier
@@ -51,12 +52,14 @@ class PrivateOptimizer(Optimizer):
         self._first_rate = _rate(optimizer.param_groups[0])
         self._schedule_checked = True
         self._noised: set[Optimizer] = set()  # the wrapped ones that have not used a step's noisy gradient yet
-        self._to_replay: _Saved | None = None
+        self._to_replay: Start | None = None
+        self._averages = None if ema is None else AveragedWeights(self._trained, ema)
         run.forget_gradients = engine.discard
         for hooks in _HOOKS:  # hooks registered here run when the wrapped optimizer steps, saves and loads
             setattr(self, hooks, getattr(optimizer, hooks))
         for part in parts_of(optimizer):
             part.register_step_pre_hook(self._require_noise)
+            part.register_step_post_hook(self._average)
 
     @property
     def param_groups(self) -> Any:
@@ -170,12 +173,14 @@ class PrivateOptimizer(Optimizer):
         """The wrapped optimizer's state, the noise's and all random numbers', of all ranks: call it on all of them."""
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
+        self._require_training_weights()
         self._engine.require_bounded()
         saved = pytree.tree_map(whole, self.original_optimizer.state_dict())
         own = {
-            "weights": self._weights(),
+            "weights": digest(self._trained),
             "gradients": self._engine.settings(),
             "random": random_states(),
+            "averages": None if self._averages is None else self._averages.state_dict(),
         }
         noise = self.run.noise.state_dict()
         states = gather(noise) if self._sharded and noise["buffers"] is not None else [noise]
@@ -192,17 +197,23 @@ class PrivateOptimizer(Optimizer):
             raise QuellError("this is not the state of a private optimizer: pass what its state_dict() returned")
         own = state_dict["quell"]
         self.run.require_own(own)
+        averages = own.get("averages") or {"rate": None}
+        rate = None if self._averages is None else self._averages.rate
+        if averages["rate"] != rate:
+            raise QuellError(f"the state was saved with ema={averages['rate']} and this run has ema={rate}: pass that")
         self.run.noise.load_state_dict(own["noise"], replay=replay)
         self._to_replay = None
         self.run.share_released()
         if replay and self.run.released > self.run.step:
-            options = [_options(group) for group in state_dict["param_groups"]]
-            self._to_replay = _Saved(own["weights"], own.get("gradients", {}), options)
+            groups = [options(group) for group in state_dict["param_groups"]]
+            self._to_replay = Start(own["weights"], own.get("gradients", {}), groups)
         set_random_states(own["random"])
         plain = {name: value for name, value in state_dict.items() if name != "quell"}
         self.original_optimizer.load_state_dict(plain)
         if self._sharded:
             shard_state(self.original_optimizer)
+        if self._averages is not None:
+            self._averages.load_state_dict(averages)
         self.run.restart_step()
         self._used, self._noised = False, set()
 
@@ -210,6 +221,15 @@ class PrivateOptimizer(Optimizer):
         """Let go of the ledger, so that another run of this process can go on with the key."""
         self.run.noise.close()
         self._engine.require_bounded()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside `with optimizer.averaged():` the model has the averaged weights, to be evaluated, saved or copied.
+
+        For a run of `make_private(..., ema=0.98)`. Before the first step the average is the weights as they are.
+        """
+        if self._averages is None:
+            raise QuellError("this run averages no weights: pass ema=0.98 to make_private, before the first step")
+        return self._averages.in_place() if self.run.step else nullcontext()
 
     def privacy_report(self) -> PrivacyReport:
         """What this run promises, has spent so far, and rests on."""
@@ -261,43 +281,25 @@ class PrivateOptimizer(Optimizer):
                     f"noise: {_SAME_PARAMETERS}"
                 )
 
+    def _average(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Runs after every step of the wrapped optimizer."""
+        if self._averages is not None:
+            self._averages.update((p for group in optimizer.param_groups for p in group["params"]), self.run.step)
+
+    def _require_training_weights(self) -> None:
+        if self._averages is not None:
+            self._averages.require_training_weights()
+
     def _require_same_start(self) -> None:
         """Before the first step that comes again: are weights, clipping and options those of the checkpoint?"""
-        saved, self._to_replay = self._to_replay, None
-        if saved is None:
-            return
-        wrong = []
-        if self._weights() != saved.weights:
-            wrong.append("the weights are not those of the checkpoint: load the model's state of the same checkpoint")
-        wrong += [
-            f"{name} was {saved.gradients.get(name)} and is {value}: call make_private as that run did"
-            for name, value in self._engine.settings().items()
-            if saved.gradients.get(name) != value
-        ]
-        for number, (before, group) in enumerate(zip(saved.groups, self.param_groups, strict=True)):
-            now = _options(group)
-            wrong += [
-                f"{name} of parameter group {number} was {value} and is {now.get(name)}: set it back, or load the "
-                "scheduler's state"
-                for name, value in before.items()
-                if now.get(name) != value
-            ]
-        if wrong:
-            self._to_replay = saved
-            raise QuellError(
-                f"released steps would come again with other gradients, under the same noise: {'; '.join(wrong)}"
-            )
-
-    def _weights(self) -> str:
-        """A digest of the trained weights, whole, whatever the number of ranks."""
-        digest = blake2b(digest_size=16)
-        for parameter in self._trained:
-            flat = whole(parameter.detach()).cpu().contiguous().view(-1)
-            digest.update(flat.view(torch.uint8).numpy())
-        return digest.hexdigest()
+        if self._to_replay is not None:
+            groups = [options(group) for group in self.param_groups]
+            self._to_replay.require_same(Start(digest(self._trained), self._engine.settings(), groups))
+            self._to_replay = None
 
     def _require_sound(self) -> None:
         self.run.require_ready()
+        self._require_training_weights()
         if getattr(self, "grad_scale", None) is not None:  # set by GradScaler.step
             raise QuellError(
                 "a GradScaler scales the loss, and with it what clipping sees: use bfloat16 autocast, which needs no "
@@ -322,15 +324,6 @@ class PrivateOptimizer(Optimizer):
                 self._schedule_checked = False
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """Where a replay starts."""
-
-    weights: str
-    gradients: Mapping[str, Any]
-    groups: list[dict[str, Any]]
-
-
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -344,9 +337,3 @@ _SAME_PARAMETERS = "freeze, unfreeze and add layers before calling it"
 
 def _rate(group: Mapping[str, Any]) -> float:
     return float(group.get("lr", 1.0))
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and switches of a parameter group, as plain values."""
-    plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
-    return {name: value for name, value in plain.items() if name != "params"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
+from quell.torch.averages import require_rate
 from quell.torch.canaries import PlantedCanaries
 from quell.torch.checks import (
     refuse_leaking_layers,
     refuse_wrong_arguments,
     trainable_parameters,
 )
+from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
 from quell.torch.engine.graphs import record_passes
@@ -43,7 +44,7 @@ def make_private(
     optimizer: Optimizer | Sequence[Optimizer],
     data: Dataset[Any] | DataLoader[Any],
     plan: Plan,
-    max_grad_norm: float = 1.0,
+    max_grad_norm: ClipNorm = 1.0,
     *,
     clipping: str = "layers",
     mechanism: str | Mechanism | None = None,
@@ -51,6 +52,7 @@ def make_private(
     physical_batch_size: int | None = None,
     micro_batch: int = 32,
     rows_per_example: int = 1,
+    augment: Callable[[Any], Any] | None = None,
     users: Any = None,
     rows_per_user: int = 1,
     fixed_shape: bool | None = None,
@@ -62,6 +64,7 @@ def make_private(
     noise_memory: float = 0.0,
     budget: str | Path | None = None,
     canaries: int = 0,
+    ema: float | None = None,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Make a training loop private: returns model, optimizer and loader for the loop you already have.
 
@@ -75,7 +78,9 @@ def make_private(
             then step together, on gradients that are clipped over all of their parameters at once.
         data: The training set, or a `DataLoader` whose dataset, collate function and workers are used.
         plan: The plan whose batches, noise and promise to use.
-        max_grad_norm: The norm to which each example's (or user's) gradient is clipped.
+        max_grad_norm: The norm to which each example's (or user's) gradient is clipped. "automatic" brings every
+            gradient to norm 1, without a number to choose. A mapping gives groups of parameters, by the beginnings of
+            their names, bounds of their own: `{"encoder": "automatic", "head": 0.5}`.
         clipping: "layers" follows every layer through one forward and one backward pass. "microbatch" runs the model by
             `torch.func`, for models that "layers" refuses.
         mechanism: Another certified mechanism of the plan than the recommended one, by name or as an object.
@@ -87,6 +92,9 @@ def make_private(
         micro_batch: How many examples "microbatch" runs at a time.
         rows_per_example: How many rows the loader takes of each example, asking the data set that many times. The mean
             of their gradients is clipped as one, so augmentation costs no privacy.
+        augment: Changes the inputs of every batch at random, each row by itself, such as `quell.torch.crop_and_flip`.
+            It gets the first element of a batch that is a list or tuple, or the whole of any other batch. With
+            `rows_per_example=8` each example comes in eight views.
         users: For a plan per user: the id of each example's user, in the order of the data set. Default: its attribute
             `users`. Batches and `physical_batch_size` then count users.
         rows_per_user: How many rows a user brings to a step, taken in turn from all of the user's. The mean of their
@@ -108,6 +116,8 @@ def make_private(
             with its key. A run that the budget has no room for is refused here, and again at its first step.
         canaries: So many made-up gradients are added beside the data, and `optimizer.audit()` says after the run how
             well an attacker finds them (docs/auditing.md). They do not touch the promise.
+        ema: Average the weights after each step, with this share of the past, such as 0.98. Inside `with
+            optimizer.averaged():` the model has the averaged weights. They cost no privacy, and a copy of the model.
 
     Returns:
         The model, the wrapped optimizer, and the loader of the plan's batches.
@@ -125,7 +135,7 @@ def make_private(
     >>> optimizer.privacy_report().epsilon_so_far
     8.0
     """
-    bound = require_clip_norm(max_grad_norm)
+    ema = require_rate(ema)
     if clipping not in CLIPPING:
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
     if clipping == "microbatch" and (fixed_shape or (rows_per_example, rows_per_user) != (1, 1)):
@@ -149,42 +159,49 @@ def make_private(
             "optimizer.close()"
         )
     params = trainable_parameters(model, optimizer)
+    bounds = Bounds.of(max_grad_norm, params)
     refuse_leaking_layers(model)
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
-    with started_run(optimizer, params, data, plan, bound, options, users, rows_per_user) as run:
-        own = {"clipping": clipping, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
-        own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries}
+    with started_run(optimizer, params, data, plan, bounds.norm, options, users, rows_per_user) as run:
+        own: dict[str, Any] = {
+            "clipping": clipping,
+            "loss_reduction": loss_reduction,
+            "physical_batch_size": physical_batch_size,
+        }
+        own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries, "ema": ema}
+        own |= {"max_grad_norm": bounds.settings}
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
-        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape)
+        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment)
         sharded = any(is_sharded(parameter) for parameter in params.values())
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
         rows = rows_per_example * rows_per_user
-        engine = _engine(clipping, model, params, bound, loss_reduction, micro_batch, rows, sharded)
+        engine = _engine(clipping, model, params, bounds, loss_reduction, micro_batch, rows, sharded)
         engine.present = run.present
         run.guard = probe = Probe(model, params)
         if canaries:
             run.planted = PlantedCanaries(run, engine, canaries)
         if cuda_graphs and isinstance(engine, LayerEngine):
             record_passes(engine, model, lambda: probe.watching)
+        private = PrivateOptimizer(optimizer, run, engine, ema)
     model._quell_private = True
-    return model, PrivateOptimizer(optimizer, run, engine), loader
+    return model, private, loader
 
 
 def _engine(
     clipping: str,
     model: nn.Module,
     params: dict[str, nn.Parameter],
-    bound: float,
+    bounds: Bounds,
     loss_reduction: str,
     micro_batch: int,
     rows_per_unit: int,
     sharded: bool,
 ) -> Engine:
     if clipping == "layers":
-        return LayerEngine(model, params, bound, loss_reduction, rows_per_unit)
+        return LayerEngine(model, params, bounds, loss_reduction, rows_per_unit)
     if sharded:
         raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
-    return MicrobatchEngine(model, params, bound, loss_reduction, micro_batch)
+    return MicrobatchEngine(model, params, bounds, loss_reduction, micro_batch)

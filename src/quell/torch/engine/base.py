@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
+from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped
 from quell.torch.sharding import local
 
@@ -27,17 +28,21 @@ class Engine(ABC):
     clipping: ClassVar[str]  # as the user names it
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
 
-    def __init__(self, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str) -> None:
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], max_grad_norm: ClipNorm | Bounds, loss_reduction: str
+    ) -> None:
         self.params = dict(params)
-        self.max_grad_norm = max_grad_norm
+        self.bounds = Bounds.of(max_grad_norm, self.params)
+        self.max_grad_norm = self.bounds.norm
         self.mean_loss = loss_reduction == "mean"
         self.present: Callable[[int], int] = lambda units: units  # how many of a batch's units count: the first ones
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
 
     def settings(self) -> dict[str, Any]:
-        """What the same batch and weights must be clipped with to give the same sums, beside the clip norm."""
-        return {"clipping": self.clipping, "loss_reduction": "mean" if self.mean_loss else "sum"}
+        """What the same batch and weights must be clipped with to give the same sums."""
+        reduction = "mean" if self.mean_loss else "sum"
+        return {"clipping": self.clipping, "loss_reduction": reduction, "max_grad_norm": self.bounds.settings}
 
     def collect(self) -> tuple[int, list[Tensor]]:
         """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded."""

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.torch.clipping import clip_factors, norm_of
+from quell.torch.clip_norms import Bounds, ClipNorm, clip_factors
+from quell.torch.clipping import norm_of
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
@@ -51,7 +52,7 @@ class LayerEngine(Engine):
         self,
         model: nn.Module,
         params: Mapping[str, nn.Parameter],
-        max_grad_norm: float,
+        max_grad_norm: ClipNorm | Bounds,
         loss_reduction: str,
         rows_per_unit: int = 1,
     ) -> None:
@@ -269,7 +270,9 @@ class LayerEngine(Engine):
     def pieces_of(self, found: Found) -> tuple[dict[Names, list[Piece]], int]:
         """All pieces of a backward pass, and of how many units they are."""
         self._missing -= set(found)
-        pieces = gathered(found)
+        pieces: dict[Names, list[Piece]] = {}
+        for bound in self.bounds.groups:
+            pieces |= gathered({name: parts for name, parts in found.items() if name in bound.names})
         units = {piece.units for parts in pieces.values() for piece in parts}
         if len(units) > 1:
             raise QuellError(
@@ -284,11 +287,17 @@ class LayerEngine(Engine):
         A unit whose gradient is not finite gets the factor 0.
         """
         scale = units if self.mean_loss else 1 / self.rows_per_unit
-        norms = whole_norms(pieces.values()) * scale
-        factors = clip_factors(norms * (1 + 1e-5), self.max_grad_norm) * scale
-        if isinstance(present, Tensor) or present < units:
-            factors = factors * (torch.arange(units, device=factors.device) < present)
-        return self._sums_of(pieces, factors)
+        sums: dict[str, Tensor] = {}
+        for bound in self.bounds.groups:
+            own = {names: parts for names, parts in pieces.items() if names[0] in bound.names}
+            if not own:  # in a pass that did not use these parameters
+                continue
+            norms = whole_norms(own.values()) * scale
+            factors = clip_factors(norms * (1 + 1e-5), bound) * scale
+            if isinstance(present, Tensor) or present < units:
+                factors = factors * (torch.arange(units, device=factors.device) < present)
+            sums |= self._sums_of(own, factors)
+        return sums
 
     def _take_sums(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
         """Add the sums. On a GPU their norm is looked at one step later, when it has long arrived."""

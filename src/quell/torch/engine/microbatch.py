@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
 from quell.torch.checks import in_a_sentence
+from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.engine.base import DeferredEngine, Pass
 
@@ -48,7 +49,12 @@ class MicrobatchEngine(DeferredEngine):
     clipping = "microbatch"
 
     def __init__(
-        self, model: nn.Module, params: Mapping[str, nn.Parameter], max_grad_norm: float, loss_reduction: str, size: int
+        self,
+        model: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        max_grad_norm: ClipNorm | Bounds,
+        loss_reduction: str,
+        size: int,
     ) -> None:
         super().__init__(params, max_grad_norm, loss_reduction)
         self.model, self.size = model, require_count("micro_batch", size)
@@ -97,7 +103,7 @@ class MicrobatchEngine(DeferredEngine):
                     yield per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
 
         with torch.no_grad(), in_a_sentence("the gradient of one example, by torch.func.vmap,", _NOT_MAPPED):
-            return sum_clipped(micro_batches, params, self.max_grad_norm)
+            return sum_clipped(micro_batches, params, self.bounds)
 
     def _bounds(self, examples: int) -> list[tuple[int, int]]:
         return [(first, min(first + self.size, examples)) for first in range(0, examples, self.size)]

@@ -1,0 +1,120 @@
+"""Random changes to examples, made batch by batch in the loop's own process, on the device where the batch lies.
+
+What an example adds to a step is bounded only if its rows are made from this example alone. So the first batches are
+changed twice, with equal random numbers, the second time with every other example replaced: the rows of those that
+stayed must stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quell.errors import QuellError, require_count
+from quell.torch.random_states import own_states, set_own_states
+
+_LOOKS = 4  # first batches that are changed twice
+
+
+def crop_and_flip(images: Tensor, padding: int = 4) -> Tensor:
+    """Move each image by up to `padding` pixels in both directions, and mirror every second one, at random.
+
+    The pixels that come in are those of the border, reflected. For `make_private(..., augment=crop_and_flip)`; another
+    padding by `functools.partial(crop_and_flip, padding=2)`.
+
+    Args:
+        images: (rows, channels, height, width), on any device.
+        padding: Most pixels to move by, fewer than the images have.
+
+    Returns:
+        Images of the same shape, drawn with torch's random numbers.
+
+    >>> crop_and_flip(torch.arange(12.0).view(1, 1, 3, 4), padding=1).shape
+    torch.Size([1, 1, 3, 4])
+    """
+    most = require_count("padding", padding)
+    if images.dim() != 4 or most >= min(images.shape[2:]):
+        raise QuellError(
+            f"crop_and_flip takes images (rows, channels, height, width) larger than padding={most}, not a tensor of "
+            f"shape {tuple(images.shape)}"
+        )
+    count, channels, *sizes = images.shape
+    places = []
+    for size in sizes:
+        moved = torch.randint(-most, most + 1, (count, 1), device=images.device)
+        moved = (torch.arange(size, device=images.device) + moved).abs()
+        places.append(size - 1 - (size - 1 - moved).abs())
+    mirrored = torch.randint(0, 2, (count, 1), device=images.device, dtype=torch.bool)
+    places[1] = torch.where(mirrored, places[1].flip(1), places[1])
+    rows = torch.arange(count, device=images.device)[:, None, None, None]
+    planes = torch.arange(channels, device=images.device)[:, None, None]
+    return images[rows, planes, places[0][:, None, :, None], places[1][:, None, None, :]]
+
+
+class Augmentation:
+    """The user's function for the inputs of every batch, of which so many `rows` in a row are one unit's."""
+
+    def __init__(self, change: Callable[[Any], Any], rows: int) -> None:
+        if not callable(change):
+            raise QuellError(f"augment is a {type(change).__name__}: pass a function of a batch's inputs")
+        self.change, self.rows = change, rows
+        self._looks = _LOOKS
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with other inputs: its first element, if it is a list or a tuple, or all of it."""
+        if not isinstance(batch, (list, tuple)):
+            return self._changed(batch)
+        made = [self._changed(batch[0]), *batch[1:]]
+        return made if isinstance(batch, list) else type(batch)(*made) if hasattr(batch, "_fields") else tuple(made)
+
+    def _changed(self, inputs: Any) -> Any:
+        count = _rows(inputs)
+        if not self._looks or count <= self.rows:  # nobody else in it
+            return self.change(inputs)
+        self._looks -= 1
+        stays = torch.arange(count) // self.rows % 2 == self._looks % 2
+        others = pytree.tree_map_only(Tensor, lambda value: self._others_replaced(value, stays), inputs)
+        before = own_states()
+        made = self.change(inputs)
+        after = own_states()
+        set_own_states(before)
+        again = self.change(others)
+        set_own_states(after)
+        self._require_apart(made, again, stays)
+        return made
+
+    def _others_replaced(self, value: Tensor, stays: Tensor) -> Tensor:
+        """Units that do not stay become copies of a neighbour."""
+        if not value.dim() or len(value) != len(stays):
+            return value.clone()
+        source = torch.arange(len(stays)) + torch.where(stays, 0, self.rows)
+        source = torch.where(source < len(stays), source, torch.arange(len(stays)) - self.rows)
+        return value[source.to(value.device)]
+
+    def _require_apart(self, made: Any, again: Any, stays: Tensor) -> None:
+        for first, second in zip(pytree.tree_leaves(made), pytree.tree_leaves(again), strict=True):
+            if not isinstance(first, Tensor) or not first.dim():
+                continue
+            if len(first) != len(stays):
+                raise QuellError(
+                    f"augment made {len(first)} rows from {len(stays)}: let it change every row, and pass "
+                    "rows_per_example= for several views of an example"
+                )
+            kept = stays.to(first.device)
+            if first.shape != second.shape or not torch.equal(first[kept].nan_to_num(), second[kept].nan_to_num()):
+                raise QuellError(
+                    "augment makes an example's rows from other examples too, changes their order, or draws random "
+                    "numbers that are not torch's, NumPy's or Python's own: change each row by itself, with "
+                    "torch.rand and the like"
+                )
+
+
+def _rows(inputs: Any) -> int:
+    tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        raise QuellError("augment needs batches of tensors, or of lists, tuples and mappings of them")
+    return len(tensors[0])
