@@ -21,8 +21,12 @@ from plans import EPSILONS, LAMBDAS, STUDY, WIDE, plan_name
 from training import Job, lanes_of, read_cifar10, run_all
 
 FACTORS = {  # of the explored learning rate
-    **{9.0: (0.25, 0.5, 1.0), 8.0: (0.25, 0.5, 1.0), 4.0: (0.25, 0.5, 1.0)},
-    **{2.0: (0.125, 0.25, 0.5), 1.0: (0.0625, 0.125, 0.25), 0.5: (0.03125, 0.0625, 0.125)},
+    9.0: (0.25, 0.5, 1.0),
+    8.0: (0.25, 0.5, 1.0),
+    4.0: (0.25, 0.5, 1.0),
+    2.0: (0.125, 0.25, 0.5),
+    1.0: (0.0625, 0.125, 0.25),
+    0.5: (0.03125, 0.0625, 0.125),
 }
 SETTINGS = {
     "predictors": [(label, epsilon, "balls_in_bins") for epsilon in (9.0, 1.0) for label in STUDY],
