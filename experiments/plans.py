@@ -78,6 +78,23 @@ STUDY = {
 }
 # What those who use the peers' libraries would run: the sampling that amplifies their mechanism best.
 PEERS = {"poisson": {"DP-SGD": PAPER["DP-SGD"]}, "cyclic_poisson": {"BandMF p=16": STUDY["BandMF p=16"]}}
+# What an objective must tell apart at every ε: the best of those above, what a planner could choose, and the peers.
+WIDE = {
+    "balls_in_bins": {
+        **{
+            label: STUDY[label]
+            for label in ("BISR p=4", "BISR p=16", "BandMF p=16", "λCGD 0.7", "λCGD 0.9", "λCGD 0.97")
+        },
+        **{label: STUDY[label] for label in ("BandInvMF p=4, prefix", "BandInvMF p=16, prefix")},
+        "BSR p=16": Choice("bsr", {"bands": 16}),
+        "BandInvMF p=16, h=30": Choice("band_inv", {"bands": 16, "horizon": 30}),
+        "BandInvMF p=16, h=485": Choice("band_inv", {"bands": 16, "horizon": 485}),
+        "BLT h=61": Choice("blt", {"buffers": 2, "horizon": 61}),
+    },
+    "cyclic_poisson": {f"BandMF p={bands}": Choice("band_toeplitz", {"bands": bands}) for bands in (4, 16, 32)},
+    "poisson": {"DP-SGD": PAPER["DP-SGD"]},
+}
+EPSILONS = (2.0, 0.5, 4.0, 1.0, 9.0)
 MORE = {"fractional p=16, γ=0.65": Choice("fractional", {"bands": 16, "gamma": 0.65})}  # an earlier planner's choice
 PLANNED = "planner's choice"
 TEXT = {"DP-SGD": PAPER["DP-SGD"], "BISR p=4": PAPER["BISR p=4"], "λCGD 0.9": STUDY["λCGD 0.9"]}
@@ -163,6 +180,10 @@ def main() -> None:
             extend(file, task, choices, epsilons, (sampling,))
         for epsilon in epsilons:
             extend_by_planned(file, task, epsilon)
+    for epsilon, (sampling, choices) in product(EPSILONS, WIDE.items()):
+        there = STUDY if sampling == "balls_in_bins" and epsilon in (9.0, 1.0) else {}  # in "predictors"
+        new = {label: choice for label, choice in choices.items() if label not in there}
+        extend("epsilons", CIFAR10, new, (epsilon,), (sampling,))
 
 
 if __name__ == "__main__":

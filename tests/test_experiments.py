@@ -25,7 +25,10 @@ from quell.noise import NoiseSpec  # noqa: E402
 from quell.schemes import BallsInBins, Cyclic  # noqa: E402
 from quell.torch import CorrelatedNoise  # noqa: E402
 
-TASKS = {"cifar10": plans.CIFAR10, "predictors": plans.CIFAR10, "lambda_sweep": plans.CIFAR10, "imdb": plans.IMDB}
+TASKS = {
+    **dict.fromkeys(("cifar10", "predictors", "lambda_sweep", "epsilons"), plans.CIFAR10),
+    "imdb": plans.IMDB,
+}
 
 
 def test_strategies_of_plan_files_are_those_that_were_certified() -> None:
