@@ -13,6 +13,7 @@ from quell.torch.engine import bounds, pieces, rules
 from quell.torch.engine.bounds import full_precision, gram_norms, token_norms
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.pieces import Outer, Patches, Rows, Stacked, Tokens, merged
+from quell.torch.engine.scales import Scale, scaled
 
 EXAMPLES = 40
 PRECISIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -225,6 +226,34 @@ def test_a_normalised_unit_adds_no_more_than_its_bound(make):
                 for unit in range(piece.units):
                     weights = torch.where(torch.arange(piece.units) == unit, factors, 0.0)
                     assert float(piece.sum(weights).double().norm()) <= 1.0
+
+
+@pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
+def test_a_scaled_piece_is_that_of_scaled_gradients(make):
+    """Every entry times a scale of its own, and no more than the norms say."""
+    torch.manual_seed(0)
+    for dtype in PRECISIONS:
+        for kind in ("plain", "cancelling"):
+            piece, real = make(kind, dtype)
+            real = real.flatten(1, 2) if make is stacked else real.flatten(2)
+            scale = Scale(*(torch.randn(size).exp() for size in real.shape[1:]))
+            right = (real * torch.outer(scale.rows, scale.columns)).flatten(1)
+            with torch.no_grad(), full_precision():
+                found = scaled(piece, scale)
+                assert found.units == piece.units
+                norms = found.norms().double()
+                coarse = {torch.bfloat16: 2e-2, torch.float16: 3e-3}.get(dtype, 1e-5)
+                for unit in range(piece.units):
+                    added = found.sum((torch.arange(piece.units) == unit).float()).double().flatten()
+                    assert float(added.norm()) <= float(norms[unit]) * (1 + 1e-5)
+                    if kind == "plain":
+                        assert float((added - right[unit]).norm()) <= coarse * float(right[unit].norm())
+                if kind == "plain":
+                    torch.testing.assert_close(norms, right.norm(dim=1), rtol=max(coarse, 3e-3), atol=0)
+                total = found.sum(torch.ones(piece.units)).flatten()
+                undone = total.clone()
+                scale.undo_(undone)
+                torch.testing.assert_close(undone * scale.entries.to(undone.dtype), total)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from quell.errors import QuellError
 from quell.noise import Key
+from quell.torch.adam import SecondMoments
 from quell.torch.averages import require_rate
 from quell.torch.canaries import PlantedCanaries
 from quell.torch.checks import (
@@ -65,6 +66,7 @@ def make_private(
     budget: str | Path | None = None,
     canaries: int = 0,
     ema: float | None = None,
+    scale_gradients: bool = False,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Make a training loop private: returns model, optimizer and loader for the loop you already have.
 
@@ -118,6 +120,8 @@ def make_private(
             well an attacker finds them (docs/auditing.md). They do not touch the promise.
         ema: Average the weights after each step, with this share of the past, such as 0.98. Inside `with
             optimizer.averaged():` the model has the averaged weights. They cost no privacy, and a copy of the model.
+        scale_gradients: For Adam and AdamW: scale gradients before they are clipped by the second moments that the
+            optimizer has of the released ones, so that the noise is as large as what it is divided by.
 
     Returns:
         The model, the wrapped optimizer, and the loader of the plan's batches.
@@ -169,7 +173,7 @@ def make_private(
             "physical_batch_size": physical_batch_size,
         }
         own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries, "ema": ema}
-        own |= {"max_grad_norm": bounds.settings}
+        own |= {"max_grad_norm": bounds.settings, "scale_gradients": scale_gradients}
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
@@ -185,7 +189,8 @@ def make_private(
             run.planted = PlantedCanaries(run, engine, canaries)
         if cuda_graphs and isinstance(engine, LayerEngine):
             record_passes(engine, model, lambda: probe.watching)
-        private = PrivateOptimizer(optimizer, run, engine, ema)
+        moments = SecondMoments(optimizer, params) if scale_gradients else None
+        private = PrivateOptimizer(optimizer, run, engine, ema, moments)
     model._quell_private = True
     return model, private, loader
 

@@ -19,6 +19,7 @@ from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped
+from quell.torch.engine.scales import Scale
 from quell.torch.sharding import local
 
 
@@ -36,13 +37,18 @@ class Engine(ABC):
         self.max_grad_norm = self.bounds.norm
         self.mean_loss = loss_reduction == "mean"
         self.present: Callable[[int], int] = lambda units: units  # how many of a batch's units count: the first ones
+        self.scales: Mapping[str, Scale] = {}  # what gradients are multiplied with before they are clipped, if at all
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
 
     def settings(self) -> dict[str, Any]:
         """What the same batch and weights must be clipped with to give the same sums."""
-        reduction = "mean" if self.mean_loss else "sum"
-        return {"clipping": self.clipping, "loss_reduction": reduction, "max_grad_norm": self.bounds.settings}
+        return {
+            "clipping": self.clipping,
+            "loss_reduction": "mean" if self.mean_loss else "sum",
+            "max_grad_norm": self.bounds.settings,
+            "scale_gradients": bool(self.scales),
+        }
 
     def collect(self) -> tuple[int, list[Tensor]]:
         """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded."""

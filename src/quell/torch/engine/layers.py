@@ -32,8 +32,9 @@ from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap
-from quell.torch.engine.pieces import Names, Piece, Rows, gathered, sums_of, whole_norms
+from quell.torch.engine.pieces import Names, Piece, Rows, gathered, merged, sums_of, whole_norms
 from quell.torch.engine.rules import Rule
+from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.sharding import copies, is_sharded, own_share
@@ -270,6 +271,10 @@ class LayerEngine(Engine):
     def pieces_of(self, found: Found) -> tuple[dict[Names, list[Piece]], int]:
         """All pieces of a backward pass, and of how many units they are."""
         self._missing -= set(found)
+        if self.scales:
+            found = {
+                name: [scaled(piece, self.scales[name]) for piece in merged(parts)] for name, parts in found.items()
+            }
         pieces: dict[Names, list[Piece]] = {}
         for bound in self.bounds.groups:
             pieces |= gathered({name: parts for name, parts in found.items() if name in bound.names})

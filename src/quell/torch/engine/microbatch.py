@@ -100,7 +100,10 @@ class MicrobatchEngine(DeferredEngine):
         def micro_batches() -> Iterator[dict[str, Tensor]]:
             with _same_random_numbers(inputs):
                 for first, stop in self._bounds(examples):
-                    yield per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
+                    made = per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
+                    for name, scale in self.scales.items():
+                        made[name] = made[name].float() * scale.entries.view(params[name].shape)
+                    yield made
 
         with torch.no_grad(), in_a_sentence("the gradient of one example, by torch.func.vmap,", _NOT_MAPPED):
             return sum_clipped(micro_batches, params, self.bounds)

@@ -1,0 +1,93 @@
+"""Adam under noise: gradients are scaled before they are clipped, by what Adam has learnt of their sizes.
+
+Adam divides by the root of its second moments v, and with them divides the noise: much of it where gradients are small,
+little where they are large. Scale-then-privatise (Ganesh, McMahan and Thakurta 2025, arXiv:2507.01129) clips S∘g, adds
+noise to the sum, and divides by S, with S about 1/√v. Then the noise that Adam sees is proportional to what it divides
+by, so it is the same for every entry of an update, and correlated noise cancels as planned while v changes slowly.
+
+S is a function of v, v of released gradients, so S costs no privacy: a step's S∘g is clipped to the same norm, whatever
+S is, and the mechanism's next query may depend on what was released. It needs no state of its own.
+
+As S is to be r cᵀ (`engine/scales.py`), v is taken as the product of its row and column means, as Adafactor does. S is
+normalised so that the mean of 1/S² over all entries is 1: noise keeps its power and moves to where gradients are large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from quell.errors import QuellError
+from quell.torch.engine.scales import Scale
+from quell.torch.joined import parts_of
+from quell.torch.sharding import is_sharded
+
+_LEAST = 1e-3  # of a mean: the least that a row, a column or a parameter counts as, so that no scale runs away
+
+
+class SecondMoments:
+    """The scales of all trained parameters, from the state of the optimizer that trains them."""
+
+    def __init__(self, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+        self._optimizer, self._params = optimizer, dict(params)
+        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for part in parts_of(optimizer):
+            if not isinstance(part, (Adam, AdamW)):
+                raise QuellError(f"scale_gradients=True takes Adam or AdamW, not {type(part).__name__}: leave it out")
+        if any(is_sharded(parameter) for parameter in self._params.values()):
+            raise QuellError("scale_gradients=True needs whole parameters, and these are sharded: leave it out")
+        self.scales = {name: _ones(parameter) for name, parameter in self._params.items()}
+
+    def update(self) -> None:
+        """Scales for the next step, from the second moments after this one; ones before the first."""
+        with torch.no_grad():
+            moments = [self._moments(parameter) for parameter in self._params.values()]
+            if any(moment is None for moment in moments):
+                for scale in self.scales.values():
+                    scale.rows.fill_(1.0)
+                    scale.columns.fill_(1.0)
+                return
+            self._set([moment for moment in moments if moment is not None])
+
+    def undo_(self, sums: Sequence[Tensor]) -> None:
+        """From the space in which gradients were clipped and got their noise back to that of the parameters."""
+        for scale, total in zip(self.scales.values(), sums, strict=True):
+            scale.undo_(total)
+
+    def _set(self, moments: Sequence[Tensor]) -> None:
+        """Everything stays on the device: nobody waits for a number."""
+        tiny = torch.finfo(torch.float32).tiny
+        levels = [moment.mean().clamp_min(tiny) for moment in moments]
+        sizes = [moment.numel() for moment in moments]
+        mean = torch.stack([level * (size / sum(sizes)) for level, size in zip(levels, sizes, strict=True)]).sum()
+        for scale, moment, level in zip(self.scales.values(), moments, levels, strict=True):
+            rows, columns = (moment.mean(axis) / level for axis in (1, 0))
+            scale.rows.copy_((_floored(rows) * _floored(level / mean)).rsqrt())
+            scale.columns.copy_(_floored(columns).rsqrt())
+
+    def _moments(self, parameter: nn.Parameter) -> Tensor | None:
+        """(first dimension, the rest) v, corrected for its start at zero; None before the first step."""
+        state = self._optimizer.state.get(parameter)
+        if not state:
+            return None
+        started = 1 - self._groups[id(parameter)]["betas"][1] ** state["step"]
+        return state["exp_avg_sq"].float().reshape(_shape(parameter)) / started
+
+
+def _floored(shares: Tensor) -> Tensor:
+    """Shares of a mean, none of them far below it, with the mean that they had."""
+    return (shares + _LEAST) / (1 + _LEAST)
+
+
+def _ones(parameter: nn.Parameter) -> Scale:
+    rows, columns = _shape(parameter)
+    return Scale(*(torch.ones(size, device=parameter.device) for size in (rows, columns)))
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, int]:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return rows, math.prod(parameter.shape[1:])

@@ -1,0 +1,86 @@
+"""Pieces of S∘g: every entry of a unit's gradient multiplied by a scale of its own, before it is measured and clipped.
+
+S = r cᵀ over the parameter as a matrix, its first dimension by the rest. Then S∘(Σ_t g_t a_tᵀ) = Σ_t (r∘g_t)(c∘a_t)ᵀ:
+scaled factors make a piece of the same kind, with all that is proven about its norms. Factors keep their precision, and
+are scaled when they are asked for: the same operation on the same tensors gives the same bits for norms and sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Stacked, Tokens, wide
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """r and c, float32. They are overwritten from step to step, and never replaced: recordings read them."""
+
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def entries(self) -> Tensor:
+        """S, flat."""
+        return torch.outer(self.rows, self.columns).flatten()
+
+    def undo_(self, total: Tensor) -> None:
+        """Divide a sum of scaled gradients by S, in place."""
+        total.view(len(self.rows), -1).div_(self.rows[:, None]).div_(self.columns)
+
+
+@dataclass(eq=False)
+class Scaled:
+    """A piece whose factors are scaled anew whenever it is asked: scaled copies of all would fill the memory."""
+
+    units: int
+    make: Callable[[], Piece]
+
+    def norms(self) -> Tensor:
+        return self.make().norms()
+
+    def sum(self, weights: Tensor) -> Tensor:
+        return self.make().sum(weights)
+
+
+def scaled(piece: Piece, scale: Scale) -> Piece:
+    """The piece of S∘gradient."""
+    r, c = scale.rows, scale.columns
+    if isinstance(piece, Rows):
+        return Rows(wide(piece.flat) * scale.entries)
+    if isinstance(piece, Outer):
+        outer = piece
+        return Scaled(outer.units, lambda: Outer(_times(outer.g, r), _times(outer.a, c)))
+    if isinstance(piece, Tokens):
+        tokens = piece
+        return Scaled(
+            tokens.units,
+            lambda: Tokens(
+                _times(tokens.g, r[tokens.tokens].unsqueeze(-1) * c), tokens.tokens, tokens.vocabulary, tokens.padding
+            ),
+        )
+    if isinstance(piece, Patches):
+        patches = piece
+        channels = r.view(-1, *[1] * (patches.g.dim() - 3))
+        columns = c.repeat(patches.groups)
+        return Scaled(
+            patches.units,
+            lambda: Patches(
+                _times(patches.g, channels),
+                patches.x,
+                lambda x: _times(patches.unfold(x), columns),
+                patches.width,
+                patches.groups,
+            ),
+        )
+    assert isinstance(piece, Stacked)
+    blocks = r.chunk(len(piece.parts))
+    return Stacked([scaled(part, Scale(block, c)) for part, block in zip(piece.parts, blocks, strict=True)])
+
+
+def _times(values: Tensor, by: Tensor) -> Tensor:
+    return (wide(values) * by).to(values.dtype)
