@@ -11,7 +11,7 @@ from quell.cli.users import rows_of_users
 from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
 from quell.files import require_writable
-from quell.planning import make_plan
+from quell.planning import make_plan, named_plan
 from quell.planning.questions import choices_for_steps, plan_for_rmse
 from quell.planning.users import user_limits
 from quell.run import Run
@@ -54,6 +54,9 @@ def plan(
         int | None, user("Batches of examples: fewest steps between two participations of a user.")
     ] = None,
     participations: Annotated[int | None, user("Batches of examples: most participations of a user.")] = None,
+    mechanism: Annotated[
+        str | None, goal("Certify this one instead of searching: a row of the table, 'blt d=2'.")
+    ] = None,
     target_rmse: Annotated[float | None, goal("Find the smallest epsilon with this RMSE, from --epsilon on.")] = None,
     save: Annotated[Path | None, output("Write the plan to this file, for quell verify.")] = None,
     plot: options.Plot = None,
@@ -68,12 +71,20 @@ def plan(
         raise QuellError("a plan needs --examples, or --users for privacy per user")
     table = _table(users, user_column, rows_per_user)
     unused: dict[str, object] = {"--batch-size": batch_size, "--epochs": epochs, "--target-rmse": target_rmse}
-    unused |= {"--save": save, "--plot": plot, "--html": html, "--rows-per-user": rows_per_user}
+    unused |= {
+        "--mechanism": mechanism,
+        "--save": save,
+        "--plot": plot,
+        "--html": html,
+        "--rows-per-user": rows_per_user,
+    }
     if steps is not None and (given := [name for name, value in unused.items() if value is not None]):
         raise QuellError(
             f"--steps only compares ways to spend them, so it does not go with {', '.join(given)}: choose one, then "
             "plan it with --batch-size and --epochs"
         )
+    if mechanism is not None and target_rmse is not None:
+        raise QuellError("--target-rmse searches for a mechanism, so it does not go with --mechanism: drop one")
     require_writable([save, plot, html])
     if plot is not None:
         plots.require_picture(plot)
@@ -93,7 +104,10 @@ def plan(
         raise QuellError("a plan needs --batch-size and --epochs, or --steps alone to find them")
     run = Run.from_data(**known)
     with terminal.progress() as advance:
-        chosen = make_plan(run, advance) if target_rmse is None else plan_for_rmse(run, target_rmse, advance)
+        if mechanism is not None:
+            chosen = named_plan(run, mechanism)
+        else:
+            chosen = make_plan(run, advance) if target_rmse is None else plan_for_rmse(run, target_rmse, advance)
         if save is not None:
             chosen.save(save)
         if plot is not None:

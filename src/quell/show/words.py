@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from quell.errors import at_least
 from quell.strategy import INDEPENDENT
 from quell.strategy.family import DIVERGENCE, HORIZON
+from quell.strategy.spelling import spelled
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 ERRORS = {"training": "predicted training error", "rmse": "RMSE", "maxse": "MaxSE"}
 _COLUMN_OF = {"training": "train", "rmse": "RMSE", "maxse": "MaxSE"}
-_SYMBOLS = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", HORIZON: "h", DIVERGENCE: "R"}
 _LEGEND = {
     "bands": "p: bands",
     "buffers": "d: buffers",
@@ -81,16 +81,8 @@ def copies(buffers: int) -> str:
 
 
 def label(mechanism: Mechanism) -> str:
-    """Family and parameters, short enough for a table."""
-    parameters = mechanism.strategy.parameters
-    shown = {name: value for name, value in parameters.items() if name in _SYMBOLS and (name, value) != ("lambda", 1.0)}
-    settings = [
-        f"{_SYMBOLS[name]}={value:.4g}" if isinstance(value, float) else f"{_SYMBOLS[name]}={value}"
-        for name, value in shown.items()
-    ]
-    star = "*" if parameters.get("column_normalise") else ""
-    name = INDEPENDENT.title if mechanism.family is INDEPENDENT else mechanism.name
-    return " ".join([f"{name}{star}", *settings])
+    """Family and parameters, short enough for a table; `quell plan --mechanism` takes it."""
+    return spelled(mechanism.strategy)
 
 
 def legend(
@@ -236,7 +228,8 @@ def recommendation(plan: Plan, answers: Answers) -> str:
             if chosen.scheme.amplifies
             else ""
         )
-        return f"Use DP-SGD with {use}. Nothing within your limits does better here.{why}"
+        alone = len(plan.alternatives) == 1  # named, not found by a search
+        return f"Use DP-SGD with {use}.{'' if alone else f' Nothing within your limits does better here.{why}'}"
     memory = f"{copies(chosen.buffers)}{' of memory' if chosen.buffers else ''}"
     gain, target = answers.dpsgd.rmse / chosen.rmse, level(plan.run.epsilon, plan.run.delta)
     equal = f"{answers.equivalent_epsilon:.3g}" if answers.equivalent_epsilon < 1000 else "1000 or more"
