@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from threadpoolctl import threadpool_limits
 
-from quell.errors import QuellError
 from quell.planning.planner import COMPARISONS, Plan
 from quell.planning.prices import Prices
 from quell.progress import announce
@@ -33,13 +32,11 @@ def named_plan(run: Run, mechanism: str, /, **parameters: Parameter) -> Plan:
     >>> named_plan(run, "bisr p=4").mechanism.name
     'bisr'
     """
-    family, spelled = read(mechanism)
-    if twice := sorted(set(spelled) & set(parameters)):
-        raise QuellError(f"{', '.join(twice)} is given twice: in {mechanism!r} or beside it")
+    family, settings = read(mechanism, **parameters)
     prices = Prices(run)
     with threadpool_limits(1):
         announce(f"{mechanism}: building")
-        strategy = prices.build(family, **{**spelled, **parameters})
+        strategy = prices.build(family, **settings)
         announce(f"{mechanism}: certifying")
         certified = prices.certify(strategy, comparisons=COMPARISONS)
     return Plan(_with_room(run, strategy), (certified,), 0)

@@ -36,8 +36,8 @@ def spelled(strategy: Strategy) -> str:
     return " ".join([f"{name}{star}", *settings])
 
 
-def read(text: str) -> tuple[str, dict[str, Parameter]]:
-    """The family's name and its parameters, from letters as in tables or from full names.
+def read(text: str, **more: Parameter) -> tuple[str, dict[str, Parameter]]:
+    """The family's name and its parameters, from letters as in tables or from full names, and `more` of them.
 
     A name alone leaves everything to the family's defaults. With settings, columns are normalised where there is a
     star, and only there, as in tables.
@@ -58,7 +58,9 @@ def read(text: str) -> tuple[str, dict[str, Parameter]]:
         parameters[key] = _value(value)
     if name.endswith("*") or (settings and family.normalisable):
         parameters.setdefault(NORMALISE, name.endswith("*"))
-    return family.name, parameters
+    if twice := sorted(set(parameters) & set(more)):
+        raise QuellError(f"{', '.join(twice)} is decided twice, in {short(text)} and beside it: leave one out")
+    return family.name, parameters | more
 
 
 def _value(text: str) -> Parameter:
