@@ -284,8 +284,15 @@ def test_bad_setups_get_one_clear_sentence(change, message):
 
 
 def test_a_missing_value_is_named():
-    with pytest.raises(QuellError, match="a plan needs epsilon, delta as well"):
-        quell.plan(examples=10, batch_size=1, epochs=1)
+    with pytest.raises(QuellError, match="a plan needs epochs, epsilon as well"):
+        quell.plan(examples=10, batch_size=1)
+
+
+def test_delta_has_a_default_of_at_most_a_tenth_of_an_example():
+    for examples in (1, 9, 10, 11, 99, 50_000, 100_000, 1_281_167, 10**8):
+        delta = quell.Run.from_data(examples=examples, batch_size=1, epochs=1, epsilon=1).delta
+        assert delta * 10 * examples <= 1 < delta * 100 * examples + 1e-9
+    assert quell.Run.from_data(users=70, batch_size=1, epochs=1, epsilon=1).delta == 1e-3
 
 
 def test_a_meaningless_delta_is_pointed_out():

@@ -216,7 +216,7 @@ def test_a_promise_with_groups_says_what_is_public(tmp_path):
     plan = Plan(run, (Prices(run).price("bsr", bands=2),), 0)
     assert (run.promise.unit, run.drawn) == ("user", "group")
     assert "60 groups, batches of 6" in str(plan)
-    assert str(plan).count("per user with public ownership of examples") == 2
+    assert str(plan).count("per user with public ownership of examples") == 3
     assert "who owns which, is public" in privacy_statement(plan)["Who is protected"]
     assert "with public ownership of examples" in plan.page()
     plan.save(tmp_path / "plan.json")
@@ -314,7 +314,7 @@ def test_tables_that_do_not_name_users(tmp_path, content, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "a plan needs --examples, or --users"),
+        ((), r"plan needs --examples \(or --users\)"),
         (("--users", "nowhere.csv"), "cannot read the users of nowhere.csv"),
         (("--users", "ids.parquet"), "is not a table of ids"),
         (("--users", "9" * 5000), "is not a table of ids"),

@@ -7,10 +7,12 @@ prints it as it stands and exits with status 2.
 from __future__ import annotations
 
 import math
-from decimal import ROUND_CEILING, Context
+import re
+from decimal import ROUND_CEILING, Context, Decimal, InvalidOperation
 from numbers import Real
 
 _MOST = 2**256  # nothing has to be counted beyond
+_LONGEST = 100  # characters of a count
 
 
 def at_least(value: float, digits: int = 6) -> str:
@@ -45,6 +47,28 @@ def require_count(name: str, value: float | None, least: int = 1) -> int:
     if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < _MOST or value != int(value):
         raise QuellError(f"{name}={short(value)} must be a whole number of at least {least}")
     return int(value)
+
+
+_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9}
+
+
+def read_count(name: str, text: str | int, least: int = 1) -> int:
+    """A count as people write it: 50000, 50,000, 50_000, 50k, 1.2M or 1e6.
+
+    >>> read_count("examples", "50k"), read_count("examples", "1.2M"), read_count("examples", "50,000")
+    (50000, 1200000, 50000)
+    """
+    plain = str(text).strip().lower()
+    grouped = re.fullmatch(r"\d{1,3}(,\d{3})+|\d+(_\d+)*", plain[:_LONGEST])
+    factor = 1 if grouped else _FACTORS.get(plain[-1:], 1)
+    number = re.sub("[,_]", "", plain) if grouped else plain if factor == 1 else plain[:-1]
+    try:
+        value = Decimal(number) * factor if len(plain) <= _LONGEST else Decimal("nan")
+        if value.is_finite() and abs(value) < _MOST and value == int(value):
+            return require_count(name, int(value), least)
+    except InvalidOperation:
+        pass
+    raise QuellError(f"{name}={short(text)} must be a whole number of at least {least}, such as 50000, 50,000 or 50k")
 
 
 def short(value: object) -> str:

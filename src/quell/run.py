@@ -128,7 +128,7 @@ class Run:
         batch_size: int,
         epochs: int,
         epsilon: float,
-        delta: float,
+        delta: float | None = None,
         momentum: float = 0.0,
         weight_decay: float = 1.0,
         learning_rates: str | Sequence[float] | None = None,
@@ -149,7 +149,7 @@ class Run:
                 (`make_private(..., users=ids)`), `batch_size` counts users, and an epoch visits each of them once.
             groups: The same where examples have several users: how many groups of users `quell.schemes.users.shared`
                 finds. The promise is per user, if who owns which example is public (docs/users.md).
-            epsilon, delta: The promise.
+            epsilon, delta: The promise. Default of delta: `usual_delta`.
             momentum, weight_decay, learning_rates, adaptive: The optimizer (see `Optimizer`).
             memory, draws, time_limit: What noise may cost (see `Limits`).
             sampling: The schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
@@ -183,7 +183,7 @@ class Run:
         return cls(
             pattern,
             epochs,
-            Promise(epsilon, delta, unit),
+            Promise(epsilon, usual_delta(count) if delta is None else delta, unit),
             Optimizer(momentum, weight_decay, learning_rates, adaptive),
             allowed,
             objective,
@@ -319,6 +319,15 @@ class Run:
     def workload(self) -> workload.Workload:
         """The workload A: what the optimizer does with the gradients of the run."""
         return self.optimizer.workload(self.steps)
+
+
+def usual_delta(count: int | None) -> float:
+    """δ where none is given: the largest power of ten up to 1/(10·count), for so many examples (or users).
+
+    >>> usual_delta(50_000), usual_delta(100_000)
+    (1e-06, 1e-06)
+    """
+    return float(f"1e-{len(str(10 * require_count('examples', count) - 1))}")
 
 
 def population(examples: int | None, users: int | None, groups: int | None) -> tuple[str, int | None]:

@@ -7,13 +7,13 @@ status 1, and so is one that an audit breaks.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from quell import __version__
-from quell.cli import audit, bench, budget, compare, mechanisms, plan, price, serve, terminal, train, tune, verify
+from quell.cli import audit, bench, budget, compare, diff, mechanisms, plan, price, serve, terminal, train, tune, verify
+from quell.cli.help import Group, add
 from quell.errors import QuellError
 
 HELP = """
@@ -23,25 +23,23 @@ Each step's noise partly cancels that of earlier steps. Far less of it stays in 
 
 [bold]Examples[/bold]
 
-  quell plan --examples 50000 --batch-size 128 --epochs 10 \\
-      --epsilon 8 --delta 1e-5
+  quell plan --examples 50k --batch-size 500 --epochs 10 --epsilon 8
   quell plan ... --save plan.json --html plan.html
+  quell plan ... --mechanism 'bisr p=16' --save other.json
+  quell diff plan.json other.json
   quell verify plan.json
-  quell price bisr --bands 64 --steps 3900 --epochs 10 \\
-      --epsilon 8 --delta 1e-5
-  quell compare bisr --bands 2,4,8 --steps 3900 --epochs 10 \\
-      --epsilon 8 --delta 1e-5
 
 Exit status: 0 success, 1 a plan fails verification or an audit, 2 invalid request, 130 interrupted by Ctrl-C.
 """
 
+_INVALID = 2
 _INTERRUPTED = 130  # the exit status of programs that Ctrl-C ended
+_USAGE: Any = typer.BadParameter.__mro__[1]  # UsageError, of click or of Typer's own copy of it
 
 app = typer.Typer(
+    cls=Group,
     help=HELP,
-    no_args_is_help=True,
     rich_markup_mode="rich",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -51,13 +49,14 @@ for command in (
     bench.bench,
     price.price,
     compare.compare,
+    diff.diff,
     verify.verify,
     audit.audit,
     train.train,
     tune.tune,
     mechanisms.mechanisms,
 ):
-    app.command()(command)
+    add(app, command)
 app.add_typer(budget.app)
 
 
@@ -67,23 +66,38 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     terminal.set_width()
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
-    """Entry point: turns errors a person can fix into one sentence."""
+    """Entry point: every error that a person can fix is one sentence, and an example where something is missing."""
+    terminal.set_width()
     try:
-        app()
+        status = app(standalone_mode=False, prog_name="quell")
     except QuellError as problem:
-        terminal.errors.print(Text.assemble(("quell: ", "bold red"), str(problem)), soft_wrap=True)
-        sys.exit(2)
-    except SystemExit as end:
-        if end.code == _INTERRUPTED:  # Typer turns Ctrl-C into this, in silence
-            terminal.errors.print("quell: interrupted")
-        raise
+        status = _INVALID
+        terminal.complain(str(problem))
+    except _USAGE as problem:
+        status = _INVALID
+        terminal.complain(_sentence(problem))
+    except (KeyboardInterrupt, typer.Abort):  # which newer versions of Typer turn into the status
+        status = _INTERRUPTED
+    if status == _INTERRUPTED:
+        terminal.complain("interrupted")
+    sys.exit(status)
+
+
+def _sentence(problem: Any) -> str:
+    """What Typer says about a wrong option, as Quell says it."""
+    text = problem.format_message().rstrip(".")
+    path = "quell" if problem.ctx is None else problem.ctx.command_path
+    return f"{text[:1].lower()}{text[1:]}: see {path} --help"

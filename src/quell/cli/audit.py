@@ -16,8 +16,12 @@ from quell.show import plots
 
 def audit(
     file: Annotated[Path, typer.Argument(help="A plan written by quell plan --save.")],
-    canaries: Annotated[int, typer.Option(help="Made-up examples to look for. More of them prove more.")] = 20_000,
-    confidence: Annotated[float, typer.Option(help="Probability that the lower bound is true.")] = 0.95,
+    canaries: Annotated[
+        int, typer.Option(help="Made-up examples to look for. More of them prove more.", **options.COUNT)
+    ] = 20_000,
+    confidence: Annotated[
+        float, typer.Option(help="Probability that the lower bound is true.", **options.NUMBER)
+    ] = 0.95,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:

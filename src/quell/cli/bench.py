@@ -11,7 +11,9 @@ from quell.cli import options, terminal
 
 
 def bench(
-    parameters: Annotated[int, typer.Option(help="Number of parameters to add noise to.")] = 10_000_000,
+    parameters: Annotated[
+        int, typer.Option(help="Number of parameters to add noise to.", **options.COUNT)
+    ] = 10_000_000,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: options.AsJson = False,
 ) -> None:

@@ -13,40 +13,50 @@ import typer
 from quell.budget import Budget
 from quell.budget.ledger import decisive
 from quell.cli import options, terminal
+from quell.cli.help import Group
+from quell.cli.help import add as add_command
 from quell.planning import Plan
 from quell.show import many_runs, tables
 
 HELP = """
 What all runs on one data set may spend together, and have spent.
 
-  quell budget init patients.budget --name patients --epsilon 8 --delta 1e-6
-  quell budget add patients.budget plan.json      before the run starts
+[bold]Examples[/bold]
+
+  quell budget init patients.budget \\
+      --name patients --epsilon 8 --delta 1e-6
+  quell budget add patients.budget plan.json
   quell budget show patients.budget
   quell budget verify patients.budget
+
+Add a run before it starts.
 """
-app = typer.Typer(name="budget", help=HELP, no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(name="budget", cls=Group, help=HELP, no_args_is_help=True, rich_markup_mode="rich")
 
 File = Annotated[Path, typer.Argument(help="A budget made by quell budget init.")]
 
 
-@app.command()
 def init(
     file: Annotated[Path, typer.Argument(help="The file to make: one per data set.")],
-    name: Annotated[str, typer.Option(help="Name of the data set.")],
-    epsilon: Annotated[float, typer.Option(help="What all runs together may spend.")],
-    delta: Annotated[float, typer.Option(help="At this delta: at most 1/examples.")],
+    name: Annotated[str | None, typer.Option(help="Name of the data set. Required.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="What all runs together may spend. Required.", **options.NUMBER)
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="At this delta: at most 1/examples. Required.", **options.NUMBER)
+    ] = None,
     unit: Annotated[str, typer.Option(help="Whom it protects: each example, or each user.")] = "example",
     fixed_plans: Annotated[
         bool, typer.Option("--fixed-plans", help="No plan will be chosen by what earlier runs released.")
     ] = False,
 ) -> None:
     """Make a budget for a data set."""
-    made = Budget.create(file, name=name, epsilon=epsilon, delta=delta, unit=unit, fixed_plans=fixed_plans)
+    asked = options.require("budget init", {"name": name, "epsilon": epsilon, "delta": delta})
+    made = Budget.create(file, **asked, unit=unit, fixed_plans=fixed_plans)
     terminal.say(many_runs.budget_title(made.allowed))
     terminal.say_written([file])
 
 
-@app.command()
 def add(
     file: File,
     plan: Annotated[Path, typer.Argument(help="The plan of the run, as quell plan --save writes it.")],
@@ -62,7 +72,6 @@ def add(
     _show(budget, None, as_json, [many_runs.charged(budget.spent(), new)])
 
 
-@app.command()
 def show(
     file: File,
     delta: Annotated[float | None, typer.Option(help="Another delta than the budget's.")] = None,
@@ -72,7 +81,6 @@ def show(
     _show(Budget(file), delta, as_json, [])
 
 
-@app.command()
 def verify(
     file: File,
     plans: Annotated[list[Path] | None, typer.Argument(help="Plan files of runs whose plans were too large.")] = None,
@@ -90,6 +98,10 @@ def verify(
         terminal.say(f"{file}: all {len(checks)} claims hold.")
     if false:
         raise typer.Exit(1)
+
+
+for command in (init, add, show, verify):
+    add_command(app, command, under="budget")
 
 
 def _show(budget: Budget, delta: float | None, as_json: bool, first: list[str]) -> None:

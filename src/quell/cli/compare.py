@@ -6,58 +6,40 @@ import csv
 import sys
 from typing import Annotated, Any
 
-import typer
-
 from quell.cli import options, terminal
 from quell.errors import QuellError
 from quell.files import require_writable
-from quell.planning import Mechanism
-from quell.schemes import FIXED
+from quell.planning import Mechanism, Prices
 from quell.show import plots, tables
+from quell.strategy.spelling import read
 
 
+@options.shared(options.run_options, options.mechanism_options)
 def compare(
-    mechanism: Annotated[str, typer.Argument(help="A mechanism's name; see quell mechanisms.")],
-    steps: options.Steps,
-    epochs: options.Epochs,
-    epsilon: options.Epsilon,
-    delta: options.Delta,
-    bands: options.Bands = None,
-    lambda_: options.Lambda = None,
-    gamma: options.Gamma = None,
-    buffers: options.Buffers = None,
-    horizon: options.Horizon = None,
-    divergence: options.Divergence = None,
-    objective: options.Objective = None,
-    column_normalise: options.Normalise = None,
-    separation: options.Separation = None,
-    momentum: options.Momentum = 0.0,
-    weight_decay: options.WeightDecay = 1.0,
-    schedule: options.Schedule = None,
-    sampling: options.Sampling = FIXED.name,
+    given: options.Given,
     as_csv: Annotated[bool, options.output("Print CSV instead of a table.", "--csv")] = False,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Price one mechanism for several values of one parameter: 2,4,8 or start:stop:count."""
-    values, prices = options.values_of(locals()), options.prices_of(locals())
+    prices, values = Prices(options.run_of("compare", given)), options.values_of(given)
     require_writable([plot])
     if plot is not None:
         plots.require_picture(plot)
-    several = [name for name, given in values.items() if len(given) > 1]
+    several = [name for name, chosen in values.items() if len(chosen) > 1]
     if len(several) != 1:
         raise QuellError("compare sweeps exactly one parameter: give several values to one, for example --bands 2,4,8")
     (swept,) = several
-    fixed = {name: given[0] for name, given in values.items()}
+    family, fixed = read(given["mechanism"], **{name: chosen[0] for name, chosen in values.items()})
     priced: list[Mechanism] = []
     with terminal.progress() as advance:
         for done, value in enumerate(values[swept]):
             advance(done, len(values[swept]), f"{swept}={value:g}")
-            strategy = prices.build(mechanism, **{**fixed, swept: value})
+            strategy = prices.build(family, **{**fixed, swept: value})
             # A reader takes the best row, so certificates by draws share their failure probability.
             priced.append(prices.certify(strategy, comparisons=len(values[swept])))
-    if plot is not None:
-        plots.draw_sweep(prices.run, swept, priced, prices.dpsgd.rmse, prices.lower_bound, plot)
+        if plot is not None:
+            plots.draw_sweep(prices.run, swept, priced, prices.dpsgd.rmse, prices.lower_bound, plot)
     if as_json:
         terminal.print_json(prices.as_dict(priced))
     elif as_csv:
@@ -66,7 +48,9 @@ def compare(
         writer.writeheader()
         writer.writerows(rows)
     else:
-        terminal.console.print(tables.mechanism_table(priced, prices.dpsgd.rmse, width=terminal.console.width))
+        best = min(priced, key=lambda mechanism: mechanism.rmse)
+        table = tables.mechanism_table(priced, prices.dpsgd.rmse, best=best, width=terminal.width(), explain=False)
+        terminal.console.print(table)
         terminal.say_written([plot])
 
 

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from quell.cli import options, terminal
 from quell.errors import QuellError
-from quell.schemes import FIXED
+from quell.files import require_writable
+from quell.planning import named_plan
 from quell.show import tables, words
 
 
-def price(
-    mechanism: Annotated[str, typer.Argument(help="A mechanism's name; see quell mechanisms.")],
-    steps: options.Steps,
-    epochs: options.Epochs,
-    epsilon: options.Epsilon,
-    delta: options.Delta,
-    bands: options.Bands = None,
-    lambda_: options.Lambda = None,
-    gamma: options.Gamma = None,
-    buffers: options.Buffers = None,
-    horizon: options.Horizon = None,
-    divergence: options.Divergence = None,
-    objective: options.Objective = None,
-    column_normalise: options.Normalise = None,
-    separation: options.Separation = None,
-    momentum: options.Momentum = 0.0,
-    weight_decay: options.WeightDecay = 1.0,
-    schedule: options.Schedule = None,
-    sampling: options.Sampling = FIXED.name,
-    as_json: options.AsJson = False,
-) -> None:
+@options.shared(options.run_options, options.mechanism_options)
+def price(given: options.Given, save: options.Save = None, as_json: options.AsJson = False) -> None:
     """Price one mechanism: the noise it needs for the promise, and the error that this noise causes."""
-    values, prices = options.values_of(locals()), options.prices_of(locals())
-    if several := [name for name, given in values.items() if len(given) > 1]:
+    run, values = options.run_of("price", given), options.values_of(given)
+    if several := [name for name, chosen in values.items() if len(chosen) > 1]:
         raise QuellError(f"price takes one value for {several[0]}: use quell compare for several")
+    if save is not None and run.examples is None:
+        raise QuellError("--save writes a plan for your data: give --examples and --batch-size instead of --steps")
+    require_writable([save])
     with terminal.progress():
-        priced = prices.price(mechanism, **{name: given[0] for name, given in values.items()})
+        plan = named_plan(run, given["mechanism"], **{name: chosen[0] for name, chosen in values.items()})
+        if save is not None:
+            plan.save(save)
     if as_json:
-        terminal.print_json(prices.as_dict([priced]))
+        terminal.print_json(plan.prices.as_dict(plan.mechanisms))
         return
-    terminal.console.print(tables.mechanism_table([priced], prices.dpsgd.rmse, width=terminal.console.width))
-    terminal.say("\n".join(words.details(prices.run, priced)))
+    terminal.console.print(
+        tables.mechanism_table(plan.mechanisms, plan.prices.dpsgd.rmse, width=terminal.width(), explain=False)
+    )
+    for line in words.details(run, plan.mechanism):
+        terminal.say(line)
+    terminal.say_written([save])

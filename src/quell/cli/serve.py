@@ -10,11 +10,11 @@ from quell.run import Run
 
 def serve(
     port: Annotated[int, options.output("Port on this machine; 0 takes any free one.")] = 8765,
-    examples: Annotated[int, options.the_run("Examples in the training set, at first.")] = 50_000,
-    batch_size: Annotated[int, options.the_run("Examples per step, at first.")] = 128,
-    epochs: options.Epochs = 10,
-    epsilon: options.Epsilon = 8.0,
-    delta: options.Delta = 1e-5,
+    examples: Annotated[int, options.the_run("Examples in the training set, at first.", **options.COUNT)] = 50_000,
+    batch_size: Annotated[int, options.the_run("Examples per step, at first.", **options.COUNT)] = 128,
+    epochs: Annotated[int, options.the_run("Passes over the data, at first.", **options.COUNT)] = 10,
+    epsilon: Annotated[float, options.the_run("Privacy budget epsilon, at first.", **options.NUMBER)] = 8.0,
+    delta: options.Delta = None,
     momentum: options.Momentum = 0.0,
     weight_decay: options.WeightDecay = 1.0,
     schedule: options.Schedule = None,
@@ -23,9 +23,9 @@ def serve(
     memory: options.Memory = "4",
     draws: options.Draws = 16,
     parameters: options.ModelSize = None,
-    sampling: options.Schemes = "best",
+    sampling: options.Sampling = "best",
 ) -> None:
     """Show plans live in a browser, with sliders, on this machine only."""
     from quell.serve import server
 
-    server.serve(Run.from_data(**options.data_of(locals())), port, terminal.say)
+    server.serve(Run.from_data(examples=examples, **options.data_of(locals())), port, terminal.say)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +23,41 @@ errors = Console(stderr=True)
 
 def set_width() -> None:
     """A file or a pipe has no width of its own."""
-    if not console.is_terminal:
-        console.width = int(os.environ.get("COLUMNS") or _WIDTH)
+    for each in (console, errors):
+        if not each.is_terminal:
+            each.width = int(os.environ.get("COLUMNS") or _WIDTH)
+
+
+def width() -> int:
+    return console.width
 
 
 def say(text: str) -> None:
-    """Print a sentence as it stands."""
-    console.print(text, highlight=False, markup=False)
+    """Print sentences, broken between words only."""
+    console.print(wrapped(text, console.width), highlight=False, markup=False, soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    """Print what went wrong, in the one style that all errors have."""
+    shown = Text(wrapped(f"quell: {text}", errors.width))
+    shown.stylize("bold red", 0, len("quell:"))
+    errors.print(shown, soft_wrap=True)
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Lines of at most so many columns. Longer words stay whole, and indented lines too: they are there to be pasted.
+
+    >>> print(wrapped("cannot write /a-long/path: it is a folder\\n  quell plan --save plan.json", 20))
+    cannot write
+    /a-long/path: it is
+    a folder
+      quell plan --save plan.json
+    """
+    lines = text.split("\n")
+    return "\n".join(
+        line if line.startswith(" ") else textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+        for line in lines
+    )
 
 
 def say_written(paths: Sequence[Path | None]) -> None:

@@ -15,10 +15,10 @@ from quell.show import tables
 
 def train(
     file: Annotated[Path, typer.Argument(help="An .npz file with arrays x and y, and optionally x_test and y_test.")],
-    epochs: options.Epochs,
-    epsilon: options.Epsilon,
-    delta: options.Delta,
-    batch_size: Annotated[int, options.the_run("Examples per step.")] = 32,
+    epochs: options.Epochs = None,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    batch_size: Annotated[int, options.the_run("Examples per step.", **options.COUNT)] = 32,
     model: Annotated[str, training("linear, mlp or cnn; auto chooses by the shape of x.")] = "auto",
     lr: Annotated[
         float | None, training("Learning rate. Default: each run's best of a few trials, which the promise covers.")
@@ -43,6 +43,7 @@ def train(
     integers from 0. Bytes are read as pixels and other numbers as they are. Without x_test a quarter of the examples
     is held out for testing.
     """
+    asked = options.require("train", {"epochs": epochs, "epsilon": epsilon})
     try:
         from quell.train import command
     except ModuleNotFoundError as missing:
@@ -62,8 +63,7 @@ def train(
             seed=seed,
             budget=budget,
             batch_size=batch_size,
-            epochs=epochs,
-            epsilon=epsilon,
+            **asked,
             delta=delta,
             momentum=momentum,
             sampling=sampling,

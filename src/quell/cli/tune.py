@@ -6,7 +6,7 @@ from typing import Annotated
 
 from quell.cli import options, terminal
 from quell.cli.options import the_run, training
-from quell.errors import QuellError
+from quell.errors import read_count
 from quell.show import many_runs
 
 _LAW = (
@@ -15,16 +15,20 @@ _LAW = (
 
 
 def tune(
-    examples: Annotated[int, the_run("Examples in the training set.")],
-    batch_size: Annotated[str, the_run("Examples per step, or several sizes to choose from: 64,128.")],
-    epochs: options.Epochs,
-    epsilon: Annotated[float, the_run("Privacy budget epsilon of the whole search.")],
-    delta: options.Delta,
+    examples: options.Examples = None,
+    batch_size: Annotated[
+        str | None, the_run("Examples per step, or several sizes to choose from: 64,128. Required.")
+    ] = None,
+    epochs: options.Epochs = None,
+    epsilon: Annotated[
+        float | None, the_run("Privacy budget epsilon of the whole search. Required.", **options.NUMBER)
+    ] = None,
+    delta: options.Delta = None,
     trials: Annotated[float, training("How many trials, on average.")] = 10.0,
     law: Annotated[str | None, training(f"{_LAW} Default: the one with the least noise.")] = None,
     settings: Annotated[int, training("How many settings there are to choose from.")] = 5,
     momentum: options.Momentum = 0.0,
-    sampling: options.Schemes = "best",
+    sampling: options.Sampling = "best",
     memory: options.Memory = "4",
     as_json: options.AsJson = False,
 ) -> None:
@@ -32,14 +36,13 @@ def tune(
 
     Compares a random number of trials with releasing all of them, then plans the trials. quell.tuning.Search runs them.
     """
+    needed = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "epsilon": epsilon}
+    asked = options.require("tune", needed)
     from quell import tuning
 
     with terminal.progress() as advance:
         found = tuning.tune(
-            examples=examples,
-            batch_size=_sizes(batch_size),
-            epochs=epochs,
-            epsilon=epsilon,
+            **asked | {"batch_size": _sizes(asked["batch_size"])},
             delta=delta,
             trials=trials,
             law=law,
@@ -58,7 +61,4 @@ def tune(
 
 
 def _sizes(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise QuellError(f"--batch-size {text!r} must be a whole number, or several: 64,128") from None
+    return [read_count("batch_size", part) for part in text.split(",")]

@@ -9,15 +9,35 @@ from pathlib import Path
 import numpy as np
 
 from quell import files
-from quell.errors import QuellError
+from quell.errors import QuellError, read_count
 from quell.schemes.randomness import Indices
 from quell.schemes.users import numbered, shared
 
 _USUAL = ("user", "user_id", "users", "owner")
 _MOST_BYTES = 1 << 36
+Table = tuple[str, Indices, int]  # what `rows_of_users` finds
 
 
-def rows_of_users(path: Path, columns: str | None = None) -> tuple[str, Indices, int]:
+def population(examples: int | None, users: str | None, column: str | None) -> tuple[dict[str, int], Table | None]:
+    """How many examples, users or groups there are, as `Run.from_data` takes it, and what a table of users says.
+
+    Args:
+        examples, users, column: What --examples, --users (a number or a table) and --user-column say.
+    """
+    counted = {} if examples is None else {"examples": examples}
+    table = None
+    if users is not None:
+        try:
+            counted["users"] = read_count("users", users)
+        except QuellError:
+            table = rows_of_users(Path(users), column)
+            counted[f"{table[0]}s"] = len(table[1])
+    if column is not None and table is None:
+        raise QuellError("--user-column is for a table of user ids (--users ids.csv): give both")
+    return counted, table
+
+
+def rows_of_users(path: Path, columns: str | None = None) -> Table:
     """What a table with one row per example says: whether it names users or groups of them, and their rows.
 
     Args:

@@ -173,6 +173,8 @@ class Plan:
         """Write the plan as JSON, for `Plan.load` and `quell verify`; a crash leaves the old file or the new one."""
         from quell.planning.file import write
 
+        if self.run.examples is None:
+            raise QuellError("a plan file is about data: give examples and batch_size instead of steps")
         write(self.as_dict(), path)
 
     @classmethod
@@ -183,10 +185,11 @@ class Plan:
         return verified_plan(path)
 
 
-def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
-    """Compare mechanisms for a training run and recommend one.
+def plan(*, mechanism: str | None = None, progress: Progress | None = None, **arguments: Any) -> Plan:
+    """Compare mechanisms for a training run and recommend one, or certify the one that you name.
 
     Args:
+        mechanism: A mechanism as tables show it, such as "blt d=2": nothing is searched, and the plan is of this one.
         progress: Called with (done, total, what) while the search runs.
         arguments: The run, as `quell.Run.from_data` takes it: `examples`, `batch_size`, `epochs`, `epsilon` and
             `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `memory`, `draws`,
@@ -206,7 +209,12 @@ def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
     required = [name for name, each in known.items() if each.default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in arguments]:
         raise QuellError(f"a plan needs {', '.join(missing)} as well")
-    return make_plan(Run.from_data(**arguments), progress)
+    run = Run.from_data(**arguments)
+    if mechanism is None:
+        return make_plan(run, progress)
+    from quell.planning.named import named_plan
+
+    return named_plan(run, mechanism)
 
 
 def make_plan(run: Run, progress: Progress | None = None) -> Plan:

@@ -67,7 +67,8 @@ def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> 
     """
     prices = prices or plan.prices
     any_memory = replace(plan.run.limits, memory=None)
-    complete = bool(plan.estimates) or not any(scheme.amplifies for scheme in plan.run.schemes)
+    searched = len(plan.alternatives) > 1  # and not one that was named
+    complete = searched and (bool(plan.estimates) or not any(scheme.amplifies for scheme in plan.run.schemes))
     compared = [each for each in plan.alternatives if complete and any_memory.fits(each)]
     return Answers(
         prices.dpsgd,

@@ -110,7 +110,7 @@ def search_lines(search: TuningPlan) -> list[str]:
     trials = [
         f"Each trial{'' if len(search.plans) == 1 else f' with batches of {plan.run.batch_size:,}'}: "
         f"{words.label(plan.mechanism)} with {plan.mechanism.sampling} sampling and noise multiplier "
-        f"{at_least(plan.mechanism.noise_multiplier, 4)}."
+        f"{words.noise(plan.mechanism.noise_multiplier)}."
         for plan in search.plans
     ]
     secret = (

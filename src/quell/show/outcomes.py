@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quell.show.words import counted, describe_run, level
+from quell.show.words import counted, describe_run, level, noise
 
 if TYPE_CHECKING:
     from quell.run import Run
@@ -18,7 +18,7 @@ def audited(found: Mapping[str, Any]) -> str:
         f"Promised: {level(found['epsilon'], found['delta'])}.",
         f"Measured, {sure}: ε is at least {bound['epsilon']:.2f} whatever the mechanism is.",
         f"If its noise is normal, as designed: the noise multiplier is at most {found['measured_multiplier']:.4g} "
-        f"({found['noise_multiplier']:.4g} promised), so ε is at least {found['measured_epsilon']:.2f} (an estimate).",
+        f"({noise(found['noise_multiplier'])} promised), so ε is at least {found['measured_epsilon']:.2f} (estimated).",
         f"{bound['canaries']:,} canaries over {counted(found['steps'], 'step')}. The attacker was sure of "
         f"{bound['guesses']:,} coins and right about {bound['correct']:,}.",
     ]

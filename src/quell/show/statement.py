@@ -58,7 +58,7 @@ def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, s
         "What must stay hidden": "The secret key of the noise and the gradients before noise is added"
         f"{secret}: from everyone who should learn nothing.",
         "What training must do": f"Clip what each {unit} contributes to a step, and add the planned noise to every "
-        f"step: noise multiplier {at_least(plan.mechanism.noise_multiplier, 4)} times the clip norm, correlated as "
+        f"step: noise multiplier {words.noise(plan.mechanism.noise_multiplier)} times the clip norm, correlated as "
         f"{words.label(plan.mechanism)} prescribes. quell verify recomputes these numbers from a saved plan.",
         "How it is known": words.proof(guarantee),
         "What is not covered": f"Groups of {unit}s, choices made by looking at the private data (such as tuned "
@@ -83,7 +83,7 @@ def report_markdown(report: PrivacyReport) -> str:
         "unit of privacy": report.unit,
         "neighbours": report.adjacency,
         "sampling": f"{report.sampling}. {report.sampling_assumption}",
-        "mechanism": f"{report.mechanism}, noise multiplier {at_least(report.noise_multiplier)}",
+        "mechanism": f"{report.mechanism}, noise multiplier {words.noise(report.noise_multiplier)}",
         "clipping": f"what {report.unit} adds to a step is clipped to norm {report.max_grad_norm:g}; sums are divided "
         f"by {report.expected_batch_size:g}",
         "best attack": words.attacker(report.meaning, report.unit.split()[1]),

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quell.errors import at_least
-from quell.show import words
+from quell.show import cards, words
+from quell.show.legend import BEYOND, COLUMN_OF, ESTIMATED, RECOMMENDED, legend
 from quell.strategy import FAMILIES
 
 if TYPE_CHECKING:
@@ -28,20 +28,28 @@ _TEXT_WIDTH = 120
 
 
 def mechanism_table(
-    mechanisms: Sequence[Mechanism], dpsgd_rmse: float, plan: Plan | None = None, width: int = _TEXT_WIDTH
+    mechanisms: Sequence[Mechanism],
+    dpsgd_rmse: float,
+    plan: Plan | None = None,
+    width: int = _TEXT_WIDTH,
+    best: Mechanism | None = None,
+    explain: bool = True,
 ) -> Table:
-    """One row per mechanism; marks the recommended one of a plan and those beyond its limits.
+    """One row per mechanism; marks the best one (that of a plan: recommended) and those beyond a plan's limits.
 
     Where `width` is too small for all columns the least important are left out: a number is never cut short.
     """
+    searched = plan is not None and len(mechanisms) > 1  # a mechanism that was named is not the best of anything
+    best = plan.mechanism if plan is not None and searched else best
+    marks = [_mark(each, plan, best) for each in mechanisms]
     measure = "maxse" if plan is None or plan.run.objective == "rmse" else plan.run.objective
     cells = {
-        "mechanism": [f"{_mark(each, plan)} {words.label(each)}" for each in mechanisms],
+        "mechanism": [f"{mark} {words.label(each)}" for mark, each in zip(marks, mechanisms, strict=True)],
         "sampling": [each.sampling for each in mechanisms],
-        "σ": [_noise(each) for each in mechanisms],
+        "σ": [words.noise(each.noise_multiplier, not each.certified) for each in mechanisms],
         "RMSE": [f"{each.rmse:.4g}" for each in mechanisms],
-        {"maxse": "MaxSE", "training": "train"}[measure]: [f"{each.score(measure):.4g}" for each in mechanisms],
-        "gain": [f"{dpsgd_rmse / each.rmse:.2g}×" for each in mechanisms],
+        COLUMN_OF[measure]: [f"{each.score(measure):.4g}" for each in mechanisms],
+        "gain": [f"{words.times(dpsgd_rmse / each.rmse)}×" for each in mechanisms],
         "mem": [f"{each.buffers:,}" for each in mechanisms],
         "draws": [f"{each.draws:,}" for each in mechanisms],
     }
@@ -49,40 +57,51 @@ def mechanism_table(
     for title in _EXPENDABLE:
         if sum(widths.values()) + 2 * len(widths) + 1 > width and title in widths:
             del widths[title]
+    estimated = "" if all(each.certified for each in mechanisms) else ESTIMATED
+    objective = plan.run.objective if plan is not None and searched else None
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption=words.legend(mechanisms, list(widths), None if plan is None else plan.run.objective)
-        + ("" if plan is None else " ~: estimated, not certified. ✗: beyond the limits."),
+        caption=legend(mechanisms, list(widths), objective, "".join(marks) + estimated, explain),
         caption_justify="left",
         padding=(0, 1, 0, 0),
     )
     for title, least in widths.items():
         text = title in ("mechanism", "sampling")
         table.add_column(title, justify="left" if text else "right", no_wrap=True, min_width=None if text else least)
-    for mechanism, row in zip(mechanisms, zip(*(cells[title] for title in widths), strict=True), strict=True):
-        table.add_row(*row, style={"➤": "bold green", "✗": "dim"}.get(_mark(mechanism, plan)))
+    for mark, row in zip(marks, zip(*(cells[title] for title in widths), strict=True), strict=True):
+        table.add_row(*row, style={RECOMMENDED: "bold green", BEYOND: "dim"}.get(mark))
     return table
 
 
-def _mark(mechanism: Mechanism, plan: Plan | None) -> str:
-    if plan is None or plan.run.limits.fits(mechanism):
-        return "➤" if plan is not None and mechanism is plan.mechanism else " "
-    return "✗"
+def _mark(mechanism: Mechanism, plan: Plan | None, best: Mechanism | None) -> str:
+    if plan is not None and not plan.run.limits.fits(mechanism):
+        return BEYOND
+    return RECOMMENDED if mechanism is best else " "
 
 
-def _noise(mechanism: Mechanism) -> str:
-    if mechanism.certified:
-        return at_least(mechanism.noise_multiplier, 4)
-    return f"~{at_least(mechanism.noise_multiplier, 3)}"
-
-
-def print_plan(plan: Plan, answers: Answers, console: Console) -> None:
-    """The run, the table, and the explanation."""
+def print_plan(plan: Plan, answers: Answers, console: Console, explain: bool = True) -> None:
+    """What to use and what that gives, the table, and if wanted the reasons and the long legend."""
+    console.print(cards.headline(plan), style="bold green", highlight=False)
+    console.print(card_table(cards.cards(plan, answers)))
     console.print(words.describe_run(plan.run), highlight=False)
-    console.print(mechanism_table(plan.alternatives, answers.dpsgd.rmse, plan, console.width))
-    console.print("\n".join(words.explanation(plan, answers)), highlight=False)
+    console.print(
+        mechanism_table(plan.alternatives, answers.dpsgd.rmse, plan, console.width, explain=explain), highlight=False
+    )
     for note in words.notes(plan.run):
         console.print(f"Note: {note}", style="yellow", highlight=False)
+    for line in words.reasons(plan, answers) if explain else [*words.learning_rate(plan), words.MORE]:
+        console.print(line, highlight=False)
+
+
+def card_table(shown: Sequence[cards.Card]) -> Table:
+    """Cards below each other."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for card in shown:
+        table.add_row(f"  {card.title}", card.value, card.note)
+    return table
 
 
 def plan_text(plan: Plan, answers: Answers) -> str:
@@ -108,7 +127,7 @@ def choices_table(choices: Sequence[EpochChoice]) -> Table:
             f"{choice.run.batch_size:,}",
             words.label(choice.mechanism),
             choice.mechanism.sampling,
-            f"~{at_least(choice.mechanism.noise_multiplier, 4)}",
+            words.noise(choice.mechanism.noise_multiplier, estimated=True),
             f"{choice.error_per_example / first.error_per_example:.3f} × that of {least}",
         )
     return table
@@ -121,7 +140,7 @@ def limits_table(limits: UserLimits) -> Table:
         table.add_column(f"rows seen, {rows:,} a step", justify="right")
     for each in limits.limits:
         shares = [f"{share:.1%}" for share in each.seen.values()]
-        noise = f"~{at_least(each.noise_multiplier, 4)}"
+        noise = words.noise(each.noise_multiplier, estimated=True)
         table.add_row(f"{each.participations:,}", noise, f"{each.error:.2f} × the plan's", *shares)
     return table
 

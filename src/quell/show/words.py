@@ -6,13 +6,13 @@ in one way. Nothing is computed here and no sentence is taken apart again elsewh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quell.errors import at_least
+from quell.show.legend import ERRORS
 from quell.strategy import INDEPENDENT
-from quell.strategy.family import DIVERGENCE, HORIZON
+from quell.strategy.spelling import spelled
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -21,26 +21,9 @@ if TYPE_CHECKING:
     from quell.privacy import Estimate, Guarantee, Meaning
     from quell.run import Run
 
-ERRORS = {"training": "predicted training error", "rmse": "RMSE", "maxse": "MaxSE"}
-_COLUMN_OF = {"training": "train", "rmse": "RMSE", "maxse": "MaxSE"}
-_SYMBOLS = {"bands": "p", "lambda": "λ", "gamma": "γ", "buffers": "d", HORIZON: "h", DIVERGENCE: "R"}
-_LEGEND = {
-    "bands": "p: bands",
-    "buffers": "d: buffers",
-    HORIZON: "h: how many steps back the noise design looks",
-    DIVERGENCE: "R: how much random batches the noise design counts on",
-}
-_COLUMNS = {
-    "σ": "σ: noise multiplier.",
-    "RMSE": "RMSE: average error that noise causes in the model, per unit of clip norm.",
-    "MaxSE": "MaxSE: the same at the worst step.",
-    "train": "train: predicted training error.",
-    "gain": "gain: DP-SGD's RMSE divided by this one (estimated where batches are random).",
-    "mem": "mem: model-sized vectors kept.",
-    "draws": "draws: noise vectors made per step.",
-}
 _CHANGES = {"epochs": "Twice the epochs", "batch_size": "Batches twice as large"}
-_NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
+NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
+MORE = "Why this one, what would change it, and what all words mean: --explain."
 _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -64,6 +47,24 @@ def _power_of_ten(text: str) -> str:
     return power if mantissa == "1" else f"{mantissa}·{power}"
 
 
+def noise(multiplier: float, estimated: bool = False) -> str:
+    """σ wherever it is read: four digits, rounded up, or about three of an estimate.
+
+    >>> noise(2.27216), noise(2.27216, estimated=True)
+    ('2.273', '~2.28')
+    """
+    return f"~{at_least(multiplier, 3)}" if estimated else at_least(multiplier, 4)
+
+
+def times(ratio: float) -> str:
+    """How many times, wherever it is read.
+
+    >>> times(1.084), times(4.366), times(1234.5)
+    ('1.08', '4.4', '1,234')
+    """
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 10 else f"{ratio:,.0f}"
+
+
 def counted(count: int, thing: str) -> str:
     """
     >>> counted(1, "model copy"), counted(3900, "step")
@@ -81,34 +82,8 @@ def copies(buffers: int) -> str:
 
 
 def label(mechanism: Mechanism) -> str:
-    """Family and parameters, short enough for a table."""
-    parameters = mechanism.strategy.parameters
-    shown = {name: value for name, value in parameters.items() if name in _SYMBOLS and (name, value) != ("lambda", 1.0)}
-    settings = [
-        f"{_SYMBOLS[name]}={value:.4g}" if isinstance(value, float) else f"{_SYMBOLS[name]}={value}"
-        for name, value in shown.items()
-    ]
-    star = "*" if parameters.get("column_normalise") else ""
-    name = INDEPENDENT.title if mechanism.family is INDEPENDENT else mechanism.name
-    return " ".join([f"{name}{star}", *settings])
-
-
-def legend(
-    mechanisms: Sequence[Mechanism], columns: Sequence[str] = tuple(_COLUMNS), objective: str | None = None
-) -> str:
-    """What the columns and letters of a table mean, those that are in it, and what a plan minimised."""
-    shown = [text for column, text in _COLUMNS.items() if column in columns]
-    parameters = [mechanism.strategy.parameters for mechanism in mechanisms]
-    letters = [text for name, text in _LEGEND.items() if any(name in each for each in parameters)]
-    shown += [f"{', '.join(letters)}."] if letters else []
-    if any(each.get("column_normalise") for each in parameters):
-        shown.append("*: columns of C scaled to norm 1.")
-    if objective is not None:
-        column = _COLUMN_OF[objective]
-        shown.append(f"The plan minimises {column if column in columns else f'the {ERRORS[objective]}'}.")
-    families = [each for each in dict.fromkeys(m.family for m in mechanisms) if each is not INDEPENDENT]
-    named = [f"{family.name} is {family.paper}" for family in families if family.paper]
-    return " ".join([*shown, *([f"In papers {', '.join(named)}."] if named else [])])
+    """Family and parameters, short enough for a table; `quell plan --mechanism` takes it."""
+    return spelled(mechanism.strategy)
 
 
 def whom(drawn: str, unit: str = "example") -> str:
@@ -135,11 +110,13 @@ def method(guarantee: Guarantee) -> str:
 
 def proof(guarantee: Guarantee) -> str:
     """How the promise is known."""
+    return f"Certified {certified_by(guarantee)}."
+
+
+def certified_by(guarantee: Guarantee) -> str:
     if guarantee.failure_probability:
-        return (
-            f"Certified by {method(guarantee)} ({guarantee.draws:,} draws, {failure(guarantee.failure_probability)})."
-        )
-    return f"Certified by the {method(guarantee)} (sensitivity: {guarantee.sensitivity.kind})."
+        return f"by {method(guarantee)} ({guarantee.draws:,} draws, {failure(guarantee.failure_probability)})"
+    return f"by the {method(guarantee)} (sensitivity: {guarantee.sensitivity.kind})"
 
 
 def failure(probability: float) -> str:
@@ -228,7 +205,7 @@ def notes(run: Run) -> list[str]:
 def recommendation(plan: Plan, answers: Answers) -> str:
     """What to use, and what you gain by it."""
     chosen = plan.mechanism
-    use = f"{chosen.sampling} sampling and noise multiplier {at_least(chosen.noise_multiplier, 4)}"
+    use = f"{chosen.sampling} sampling and noise multiplier {noise(chosen.noise_multiplier)}"
     if chosen.family is INDEPENDENT:
         why = (
             " At this privacy budget and number of steps, random batches help independent noise more than "
@@ -236,23 +213,32 @@ def recommendation(plan: Plan, answers: Answers) -> str:
             if chosen.scheme.amplifies
             else ""
         )
-        return f"Use DP-SGD with {use}. Nothing within your limits does better here.{why}"
+        alone = len(plan.alternatives) == 1  # named, not found by a search
+        return f"Use DP-SGD with {use}.{'' if alone else f' Nothing within your limits does better here.{why}'}"
     memory = f"{copies(chosen.buffers)}{' of memory' if chosen.buffers else ''}"
     gain, target = answers.dpsgd.rmse / chosen.rmse, level(plan.run.epsilon, plan.run.delta)
-    equal = f"{answers.equivalent_epsilon:.3g}" if answers.equivalent_epsilon < 1000 else "1000 or more"
     bought = (
-        f"At the same {target} its noise leaves {gain:.3g} times less error (RMSE) in the model than DP-SGD's. DP-SGD "
-        f"would need ε = {equal} for equally little noise."
-        if gain >= _NOTABLE
+        f"At the same {target} its noise leaves {times(gain)} times less error (RMSE) in the model than DP-SGD's. "
+        f"DP-SGD would need ε = {equal_epsilon(answers)} for equally little noise."
+        if gain >= NOTABLE
         else f"Its RMSE is {'hardly' if gain > 1 else 'no'} better than that of DP-SGD at the same {target}."
     )
     return f"Use {label(chosen)} with {use}: {memory}, {counted(chosen.draws, 'noise vector')} per step. {bought}"
 
 
+def equal_epsilon(answers: Answers) -> str:
+    """The ε at which DP-SGD would have as little noise."""
+    return f"{answers.equivalent_epsilon:.3g}" if answers.equivalent_epsilon < 1000 else "1000 or more"
+
+
 def explanation(plan: Plan, answers: Answers) -> list[str]:
-    """The recommendation, the other choice, what would change the answer, the bound, and the promise."""
-    chosen, objective = plan.mechanism, plan.run.objective
-    lines = [recommendation(plan, answers)]
+    """The recommendation and the reasons."""
+    return [recommendation(plan, answers), *reasons(plan, answers)]
+
+
+def reasons(plan: Plan, answers: Answers) -> list[str]:
+    """The other choice, what would change the answer, the bound, the promise, and what it asks of training."""
+    chosen, objective, lines = plan.mechanism, plan.run.objective, list[str]()
     affordable = [mechanism for mechanism in plan.alternatives if plan.run.limits.fits(mechanism)]
     other = min(affordable, key=lambda mechanism: mechanism.rmse)
     if objective == "training" and other is not chosen and other.rmse < 0.99 * chosen.rmse:
@@ -294,12 +280,14 @@ def explanation(plan: Plan, answers: Answers) -> list[str]:
         lines.append(f"Meaning: {attacker(answers.meaning, plan.run.promise.unit)}")
     if chosen.scheme.amplifies:
         lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
-    if chosen.family is not INDEPENDENT:
-        lines.append(
-            "This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate that suits "
-            "DP-SGD."
-        )
-    return lines
+    return lines + learning_rate(plan)
+
+
+def learning_rate(plan: Plan) -> list[str]:
+    """What the noise asks of the learning rate, if anything."""
+    if plan.mechanism.family is INDEPENDENT:
+        return []
+    return ["This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate of DP-SGD."]
 
 
 def next_lines(saved: Path | None) -> list[str]:
@@ -310,8 +298,17 @@ def next_lines(saved: Path | None) -> list[str]:
         + ("" if saved else "  # from quell plan ... --save plan.json"),
         "  model, optimizer, loader = quell.torch.make_private(",
         "      model, optimizer, data, plan, max_grad_norm=1.0, key='run.key')",
-        "With Hugging Face: quell.torch.huggingface.PrivateTrainer(model, args, plan=plan, ...)",
+        "With Hugging Face:",
+        "  quell.torch.huggingface.PrivateTrainer(model, args, plan=plan, ...)",
     ]
+
+
+def usual_delta(run: Run) -> str:
+    """What δ is where none was given."""
+    return (
+        f"δ = {number(run.delta)} is the default, a power of ten of at most 1/(10 · {run.drawn}s): choose another with "
+        "--delta."
+    )
 
 
 def best_choice(choice: EpochChoice) -> str:

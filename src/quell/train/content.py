@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quell.errors import at_least
 from quell.planning.curves import error_curve
 from quell.show import tables, words
 from quell.show.outcomes import training, training_notes, verdict
@@ -58,7 +57,7 @@ def _arm(recipe: Setting, outcome: Outcome) -> dict[str, Any]:
         row |= {
             "mechanism": "independent noise" if mechanism.family is INDEPENDENT else words.label(mechanism),
             "batches": mechanism.sampling,
-            "sigma": at_least(mechanism.noise_multiplier, 4),
+            "sigma": words.noise(mechanism.noise_multiplier),
             "rmse": f"{mechanism.rmse:.4g}",
             "noise": error_curve(mechanism, recipe.plan.run.workload),
         }

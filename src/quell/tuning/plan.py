@@ -20,7 +20,7 @@ from quell.privacy import gaussian_epsilon, gaussian_sigma
 from quell.privacy.meaning import meaning
 from quell.privacy.profile import GaussianProfile
 from quell.privacy.selection import LAWS, Trials, selected_epsilon
-from quell.run import Promise, Run
+from quell.run import Promise, Run, population, usual_delta
 from quell.show import many_runs
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ def tune(
     *,
     batch_size: int | Sequence[int],
     epsilon: float,
-    delta: float,
+    delta: float | None = None,
     trials: float = 10.0,
     law: str | None = None,
     settings: int = 5,
@@ -132,7 +132,7 @@ def tune(
 
     Args:
         batch_size: One, or several to choose from.
-        epsilon, delta: The promise of the whole search.
+        epsilon, delta: The promise of the whole search. Default of delta: `quell.run.usual_delta`.
         trials: How many trials, on average.
         law: "geometric", "truncated-poisson" or "all" (see `Way`). Default: the one with the least noise per trial.
         settings: How many settings there are to choose from, for `Way.missed`.
@@ -149,6 +149,8 @@ def tune(
     sizes = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
     if not sizes or len(set(sizes)) < len(sizes):
         raise QuellError(f"batch_size={short(batch_size)} must be one size, or several different ones")
+    if delta is None:
+        delta = usual_delta(population(*(arguments.get(name) for name in ("examples", "users", "groups")))[1])
     compared = ways(epsilon, delta, trials, settings)
     if law not in (None, *LAWS, ALL):
         raise QuellError(f"law={short(law)} is not known: use {', '.join((*LAWS, ALL))}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quell.errors import at_least
 from quell.show import words
+from quell.show.legend import legend
 from quell.show.statement import privacy_statement
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief:
     return {
         "setup": words.describe_run(plan.run),
         "recommendation": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
-        "legend": words.legend(shown, objective=plan.run.objective),
+        "legend": legend(shown, objective=plan.run.objective),
         "notes": words.notes(plan.run),
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
         "steps": plan.run.steps,
@@ -54,7 +55,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
     return {
         "label": words.label(mechanism),
         "family": mechanism.name,
-        "sigma": at_least(mechanism.noise_multiplier, 4),
+        "sigma": words.noise(mechanism.noise_multiplier),
         "rmse": mechanism.rmse,
         "maxse": mechanism.maxse,
         "training": mechanism.training,
