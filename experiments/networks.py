@@ -126,3 +126,38 @@ class ReviewNetwork(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         hidden = self.encoder(input_ids=tokens, attention_mask=real.long(), position_ids=places).last_hidden_state
         return self.classifier((hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1))
+
+
+class Residual(nn.Module):
+    """x + layers(x), normalised after the addition (Klause et al. 2022)."""
+
+    def __init__(self, layers: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.norm = layers, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.layers(x))
+
+
+def resnet9(seed: int, width: int = 64) -> nn.Sequential:
+    """ResNet-9 with group normalisation, and normalisation after each addition (Klause et al. 2022)."""
+    torch.manual_seed(seed)
+
+    def layer(into: int, out: int, pool: bool = False) -> nn.Sequential:
+        pooled = [nn.MaxPool2d(2)] if pool else []
+        return nn.Sequential(nn.Conv2d(into, out, 3, padding=1), *pooled, nn.GroupNorm(min(32, out // 4), out), nn.Mish())
+
+    def residual(size: int) -> Residual:
+        return Residual(nn.Sequential(layer(size, size), layer(size, size)), nn.GroupNorm(min(32, size // 4), size))
+
+    return nn.Sequential(
+        layer(3, width),
+        layer(width, 2 * width, pool=True),
+        residual(2 * width),
+        layer(2 * width, 4 * width, pool=True),
+        layer(4 * width, 4 * width, pool=True),
+        residual(4 * width),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * width, 10),
+    )
