@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,41 @@ def in_parts(function: Callable[[Tensor], Tensor], x: Tensor, rows: int = 1000) 
         return torch.cat([function(part).half() for part in x.split(rows)])
 
 
-def scattered(images: Tensor) -> Tensor:
-    """(N, 243, 8, 8) scattering coefficients of images (N, 3, 32, 32) in 0..1."""
-    from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
+class Residual(nn.Module):
+    """x + layers(x), normalised after the addition (Klause et al. 2022)."""
 
-    transform = ScatteringTorch2D(J=2, shape=(32, 32)).to(images.device)
-    return in_parts(lambda part: transform(part.contiguous()).flatten(1, 2), images)
+    def __init__(self, layers: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.norm = layers, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.layers(x))
 
 
-def scattering_network(seed: int) -> nn.Sequential:
-    """Tramèr and Boneh's network on scattering coefficients, normalised per image; 0.3M parameters."""
+def resnet9(seed: int, width: int = 32) -> nn.Sequential:
+    """ResNet-9 with group normalisation, also after each addition (Klause et al. 2022); 0.6M parameters."""
     torch.manual_seed(seed)
-    layers: list[nn.Module] = [nn.GroupNorm(27, 243, affine=False)]
-    for into, out in pairwise((243, 64, 64)):
-        layers += [nn.Conv2d(into, out, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, 10))
+
+    def layer(into: int, out: int, pool: bool = False) -> nn.Sequential:
+        pooled = [nn.MaxPool2d(2)] if pool else []
+        return nn.Sequential(
+            nn.Conv2d(into, out, 3, padding=1), *pooled, nn.GroupNorm(min(32, out // 4), out), nn.Mish()
+        )
+
+    def residual(size: int) -> Residual:
+        return Residual(nn.Sequential(layer(size, size), layer(size, size)), nn.GroupNorm(min(32, size // 4), size))
+
+    return nn.Sequential(
+        layer(3, width),
+        layer(width, 2 * width, pool=True),
+        residual(2 * width),
+        layer(2 * width, 4 * width, pool=True),
+        layer(4 * width, 4 * width, pool=True),
+        residual(4 * width),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * width, 10),
+    )
 
 
 def efficientnet() -> Any:
@@ -126,38 +145,3 @@ class ReviewNetwork(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         hidden = self.encoder(input_ids=tokens, attention_mask=real.long(), position_ids=places).last_hidden_state
         return self.classifier((hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1))
-
-
-class Residual(nn.Module):
-    """x + layers(x), normalised after the addition (Klause et al. 2022)."""
-
-    def __init__(self, layers: nn.Module, norm: nn.Module) -> None:
-        super().__init__()
-        self.layers, self.norm = layers, norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.layers(x))
-
-
-def resnet9(seed: int, width: int = 64) -> nn.Sequential:
-    """ResNet-9 with group normalisation, and normalisation after each addition (Klause et al. 2022)."""
-    torch.manual_seed(seed)
-
-    def layer(into: int, out: int, pool: bool = False) -> nn.Sequential:
-        pooled = [nn.MaxPool2d(2)] if pool else []
-        return nn.Sequential(nn.Conv2d(into, out, 3, padding=1), *pooled, nn.GroupNorm(min(32, out // 4), out), nn.Mish())
-
-    def residual(size: int) -> Residual:
-        return Residual(nn.Sequential(layer(size, size), layer(size, size)), nn.GroupNorm(min(32, size // 4), size))
-
-    return nn.Sequential(
-        layer(3, width),
-        layer(width, 2 * width, pool=True),
-        residual(2 * width),
-        layer(2 * width, 4 * width, pool=True),
-        layer(4 * width, 4 * width, pool=True),
-        residual(4 * width),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16 * width, 10),
-    )

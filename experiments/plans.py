@@ -36,7 +36,7 @@ CIFAR10 = Task(50_000, 0.9, 0.9999, {"full": (970, 97), "held-out": (781, 78)})
 IMDB = Task(25_000, 0.95, 0.99999, {"full": (480, 48), "held-out": (390, 39)})
 # The runs of `published.py`. On four fifths of the data they keep the plan, with smaller batches and so more noise.
 PUBLISHED = {
-    "scattering": (Task(50_000, 0.9, 1.0, {"full": (800, 20)}, 40), (1.0, 2.0, 3.0, 4.0, 8.0)),
+    "scratch": (Task(50_000, 0.9, 1.0, {"full": (800, 20)}, 40), (1.0, 2.0, 3.0, 4.0, 8.0)),
     "pretrained": (Task(50_000, 0.9, 1.0, {"full": (200, 20)}, 10), (0.5, 1.0, 2.0)),
     "reviews": (Task(25_000, 0.9, 1.0, {"full": (250, 25)}, 10), (1.0, 3.0, 9.0)),
 }
