@@ -189,8 +189,8 @@ def plan(*, progress: Progress | None = None, **arguments: Any) -> Plan:
     Args:
         progress: Called with (done, total, what) while the search runs.
         arguments: The run, as `quell.Run.from_data` takes it: `examples`, `batch_size`, `epochs`, `epsilon` and
-            `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `memory`, `draws`,
-            `time_limit`, `sampling`, `objective`, `separation` and `participations`.
+            `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `optimizer`, `betas`,
+            `memory`, `draws`, `time_limit`, `sampling`, `objective`, `separation` and `participations`.
 
     Returns:
         A plan. Its recommended mechanism is certified for (epsilon, delta) by the accountant of its sampling scheme
