@@ -8,11 +8,16 @@ import shlex
 
 import pytest
 
+from quell import planning
 from quell.cli import plan as plan_command
+from quell.cli import terminal
 from quell.cli.help import EXAMPLES
 from quell.errors import QuellError, read_count
-from quell.planning import Plan
+from quell.planning import Plan, Prices, named_plan
 from quell.planning.difference import differences
+from quell.privacy.side_by_side import side_by_side
+from quell.progress import listening
+from quell.run import Run
 from quell.show import cards, words
 from quell.show.differences import sentences
 from tests.commands import DATA, PLAN, RUN, main, quell, remembered
@@ -266,8 +271,6 @@ def test_diff_says_which_promise_is_stronger(files):
 
 
 def quell_plan(plan: Plan, **changes) -> Plan:
-    from quell.planning import named_plan
-
     return named_plan(plan.run.changed(**changes), "blt d=1")
 
 
@@ -286,3 +289,52 @@ def test_price_and_plan_certify_the_same_mechanism(files):
         quell("price", "identity", *RUN, "--save", "x.json")
     with pytest.raises(QuellError, match="does not go with --examples"):
         quell("price", "identity", *RUN, "--examples", "100")
+
+
+def test_progress_names_every_stage_before_it_begins(monkeypatch):
+    """A bar that stands at the end of the search while something else goes on is not honest."""
+    heard = []
+    certify = Prices.certify
+
+    def watched(self, *arguments, **more):
+        heard.append("certify")
+        return certify(self, *arguments, **more)
+
+    monkeypatch.setattr(Prices, "certify", watched)
+    run = Run.from_data(examples=60, batch_size=10, epochs=2, epsilon=4, sampling="cyclic", memory=0, draws=1)
+    plan = planning.make_plan(run, lambda done, total, what: heard.append((done, total, what)))
+    certified = [index for index, each in enumerate(heard) if each == "certify"]
+    assert len(certified) == len(plan.mechanisms)
+    stages = [heard[index - 1] for index in certified]
+    assert [(done, total) for done, total, _ in stages] == [(i, len(stages)) for i in range(len(stages))]
+    assert all(what.startswith("certifying ") for _, _, what in stages)
+    assert {what.split()[0] for _, _, what in heard[: certified[0] - 1]} == {"searching"}
+
+
+def test_accounting_by_draws_announces_its_parts_and_can_be_ended():
+    heard = []
+    with listening(heard.append):
+        assert side_by_side((abs, -number) for number in range(3)) == [0, 1, 2]
+    assert heard == [f"accounting: part {part} of 3" for part in (1, 2, 3)]
+
+    def enough(text):
+        raise QuellError("enough")
+
+    done = []
+    with pytest.raises(QuellError, match="enough"), listening(enough):
+        side_by_side((done.append, number) for number in range(10_000))
+    assert len(done) < 10_000
+
+
+def test_a_bar_of_one_piece_of_work_only_shows_that_it_goes_on(monkeypatch):
+    shown = []
+
+    class Bar(terminal.Progress):
+        def update(self, *arguments, **how):
+            shown.append(how)
+
+    monkeypatch.setattr(terminal, "Progress", Bar)
+    with terminal.progress() as advance:
+        advance(3, 7, "searching")
+        advance(0, 1, "certifying")
+    assert [(each["total"], each["description"]) for each in shown] == [(7, "searching"), (None, "certifying")]
