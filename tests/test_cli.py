@@ -14,50 +14,18 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from quell import cli, planning, privacy
+from quell import cli, privacy
 from quell.cli import plan, terminal
 from quell.errors import QuellError
 from quell.strategy import FAMILIES
 from tests import documented
-
-RUN = ["--steps", "3900", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
-PLAN = [
-    "plan",
-    "--fast",
-    "--examples",
-    "2000",
-    "--batch-size",
-    "100",
-    "--epochs",
-    "4",
-    "--epsilon",
-    "4",
-    "--delta",
-    "1e-5",
-]
-
-
-def quell(*arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
+from tests.commands import PLAN, RUN, main, quell, remembered
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_search_per_run():
-    """What is under test here asks for the same few plans again and again."""
-    found = {}
-
-    def make_plan(run, progress=None):
-        key = repr(run.arguments)
-        if key not in found:
-            found[key] = planning.make_plan(run, progress)
-        return found[key]
-
     patch = pytest.MonkeyPatch()
-    patch.setattr(plan, "make_plan", make_plan)
+    patch.setattr(plan, "make_plan", remembered)
     yield
     patch.undo()
 
@@ -260,12 +228,11 @@ def test_bad_requests_are_named(arguments, message):
 @pytest.mark.parametrize(
     "arguments", [["price", "magic", *RUN], ["price", "identity", *RUN[:-1], "-3"], ["plan"], ["nonsense"]]
 )
-def test_bad_input_is_one_sentence_and_status_2(arguments):
-    result = fresh_process(*arguments)
-    assert result.returncode == 2
-    assert result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+def test_bad_input_is_one_sentence_and_status_2(arguments, monkeypatch, capsys):
+    status, out, errors = main(monkeypatch, capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert errors.startswith("quell: ")
+    assert "Traceback" not in errors
 
 
 def test_importing_quell_is_light():
@@ -288,11 +255,10 @@ def test_planning_loads_no_framework():
 
 
 @pytest.mark.parametrize("arguments", [["price", "[/red]", *RUN], ["verify", "x[/b].json"], ["verify", "x[red].json"]])
-def test_brackets_in_names_are_only_brackets(arguments):
-    result = fresh_process(*arguments)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert arguments[1] in result.stderr
+def test_brackets_in_names_are_only_brackets(arguments, monkeypatch, capsys):
+    status, _, errors = main(monkeypatch, capsys, *arguments)
+    assert status == 2
+    assert arguments[1] in errors
 
 
 def test_a_decay_rate_is_not_a_decay_factor():

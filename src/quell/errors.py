@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from decimal import ROUND_CEILING, Context, Decimal, InvalidOperation
+from decimal import ROUND_CEILING, Context, Decimal, DecimalException
 from numbers import Real
 
 _MOST = 2**256  # nothing has to be counted beyond
@@ -66,7 +66,7 @@ def read_count(name: str, text: str | int, least: int = 1) -> int:
         value = Decimal(number) * factor if len(plain) <= _LONGEST else Decimal("nan")
         if value.is_finite() and abs(value) < _MOST and value == int(value):
             return require_count(name, int(value), least)
-    except InvalidOperation:
+    except DecimalException:  # not a number, or far too long
         pass
     raise QuellError(f"{name}={short(text)} must be a whole number of at least {least}, such as 50000, 50,000 or 50k")
 

@@ -91,15 +91,18 @@ def plan(
     run = Run.from_data(**known)
     with terminal.progress() as advance:
         if mechanism is not None:
-            chosen = named_plan(run, mechanism)
+            chosen = named_plan(run, mechanism, advance)
         else:
             chosen = make_plan(run, advance) if target_rmse is None else plan_for_rmse(run, target_rmse, advance)
         if save is not None:
             chosen.save(save)
         if plot is not None:
+            advance(0, 1, f"drawing {plot.name}")
             chosen.draw(plot)
         if html is not None:
+            advance(0, 1, f"writing {html.name}")
             chosen.write_page(html)
+        advance(0, 1, "asking what would change it")
         answers = None if as_json else chosen.answers
         user_limits = None if table is None else limits_of_users(chosen, table[1], rows_per_user or 1, table[2])
     if answers is None:

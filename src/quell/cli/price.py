@@ -18,8 +18,8 @@ def price(given: options.Given, save: options.Save = None, as_json: options.AsJs
     if save is not None and run.examples is None:
         raise QuellError("--save writes a plan for your data: give --examples and --batch-size instead of --steps")
     require_writable([save])
-    with terminal.progress():
-        plan = named_plan(run, given["mechanism"], **{name: chosen[0] for name, chosen in values.items()})
+    with terminal.progress() as advance:
+        plan = named_plan(run, given["mechanism"], advance, **{name: chosen[0] for name, chosen in values.items()})
         if save is not None:
             plan.save(save)
     if as_json:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from quell.progress import listening
@@ -79,9 +80,19 @@ class Count(ProgressColumn):
 
 @contextmanager
 def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on standard error that disappears when done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), Count(), TimeElapsedColumn())
+    """A progress bar on standard error that disappears when done.
+
+    Every stage has a bar of its own, because nobody knows how long the next one takes. Where a stage is one piece of
+    work, the bar only shows that it goes on, and announcements show how.
+    """
+    detail = TextColumn("{task.fields[detail]}", style="dim", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = (TextColumn("{task.description}"), BarColumn(20), Count(), TimeElapsedColumn(), detail)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("pricing", total=None)
-        with listening(lambda text: bar.update(task, description=text)):
-            yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+        task = bar.add_task("pricing", total=None, detail="")
+
+        def advance(done: int, total: int, stage: str) -> None:
+            known = total if total > 1 else None
+            bar.update(task, completed=done, total=known, description=stage, detail="")
+
+        with listening(lambda text: bar.update(task, detail=text)):
+            yield advance

@@ -8,13 +8,13 @@ from threadpoolctl import threadpool_limits
 
 from quell.planning.planner import COMPARISONS, Plan
 from quell.planning.prices import Prices
-from quell.progress import announce
+from quell.planning.search import Progress
 from quell.run import Run
 from quell.strategy import Parameter, Strategy
 from quell.strategy.spelling import read
 
 
-def named_plan(run: Run, mechanism: str, /, **parameters: Parameter) -> Plan:
+def named_plan(run: Run, mechanism: str, /, progress: Progress | None = None, **parameters: Parameter) -> Plan:
     """Certify one mechanism with the least noise that keeps the promise, under the best of the run's schemes.
 
     Naming a mechanism is the choice, so the run's limits are raised to what it needs. Its certificate is made as those
@@ -23,6 +23,7 @@ def named_plan(run: Run, mechanism: str, /, **parameters: Parameter) -> Plan:
     Args:
         run: What is trained and promised.
         mechanism: The mechanism as tables show it, such as "blt d=2", or a family's name.
+        progress: Called with (done, total, what) before each of the two parts.
         parameters: The family's parameters, where the text has none.
 
     Returns:
@@ -35,9 +36,11 @@ def named_plan(run: Run, mechanism: str, /, **parameters: Parameter) -> Plan:
     family, settings = read(mechanism, **parameters)
     prices = Prices(run)
     with threadpool_limits(1):
-        announce(f"{mechanism}: building")
+        if progress is not None:
+            progress(0, 2, f"building {mechanism}")
         strategy = prices.build(family, **settings)
-        announce(f"{mechanism}: certifying")
+        if progress is not None:
+            progress(1, 2, f"certifying {mechanism}")
         certified = prices.certify(strategy, comparisons=COMPARISONS)
     return Plan(_with_room(run, strategy), (certified,), 0)
 

@@ -214,7 +214,7 @@ def plan(*, mechanism: str | None = None, progress: Progress | None = None, **ar
         return make_plan(run, progress)
     from quell.planning.named import named_plan
 
-    return named_plan(run, mechanism)
+    return named_plan(run, mechanism, progress)
 
 
 def make_plan(run: Run, progress: Progress | None = None) -> Plan:
@@ -239,7 +239,11 @@ def make_plan(run: Run, progress: Progress | None = None) -> Plan:
         wanted = [mechanism for mechanism in found if not mechanism.scheme.amplifies]
         if found[0] not in wanted:
             wanted.append(found[0])
-        certified = [prices.certify(m.strategy, m.scheme, COMPARISONS, m.noise_multiplier) for m in wanted]
+        certified = []
+        for done, m in enumerate(wanted):
+            if progress is not None:
+                progress(done, len(wanted), f"certifying {words.label(m)}")
+            certified.append(prices.certify(m.strategy, m.scheme, COMPARISONS, m.noise_multiplier))
     rows = sorted(certified, key=lambda mechanism: mechanism.score(run.objective))
     rest = tuple(mechanism for mechanism in found if mechanism not in wanted)
     return Plan(run, tuple(rows), recommend(run, rows), rest)

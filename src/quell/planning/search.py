@@ -123,7 +123,7 @@ def search(
 
     Args:
         prices: The prices of the run.
-        progress: Called for every line with (done, total, family).
+        progress: Called with (done, total, what) for every line, and for every leader that is estimated again.
         families: Families to search, for the run's objective only. Default: all, and for the least RMSE as well.
 
     Returns:
@@ -134,12 +134,12 @@ def search(
     lines = generate(run, objectives, tuple(FAMILIES.values() if families is None else families))
     for done, line in enumerate(lines):
         if progress is not None:
-            progress(done, len(lines), line.family.name)
+            progress(done, len(lines), f"searching {line.family.name}")
         follow(line, tried)
         if done + 1 == len(lines) or lines[done + 1].objective != line.objective:
             normalise_best(tried, line.objective)
     show_ruled_out(tried, run.objective)
-    run_off(tried, run.objective)
+    run_off(tried, run.objective, progress)
     return worth_showing(run, tried.mechanisms)
 
 
@@ -263,14 +263,17 @@ def show_ruled_out(tried: Tried, objective: str) -> None:
         tried.found[candidate] = estimated(candidate, strategy, tried)
 
 
-def run_off(tried: Tried, objective: str) -> None:
+def run_off(tried: Tried, objective: str, progress: Progress | None = None) -> None:
     """Estimate the candidates that could be the best more carefully."""
     fitting = [(m.score(objective), m, c) for c, m in tried.found.items() if m and tried.run.limits.fits(m)]
     least = min((score for score, _, _ in fitting), default=0.0)
     close = sorted((each for each in fitting if each[0] < _CLOSE * least), key=lambda each: each[0])
     wanted = _FINE * gaussian_slope(tried.run.epsilon, tried.run.delta)  # of δ
-    for _, mechanism, candidate in close[:_FINALISTS] if len(close) > 1 else ():
+    leaders = close[:_FINALISTS] if len(close) > 1 else []
+    for done, (_, mechanism, candidate) in enumerate(leaders):
         if isinstance(mechanism.claim, Estimate) and mechanism.claim.relative_error:
+            if progress is not None:
+                progress(done, len(leaders), "comparing the leaders")
             near, effort = mechanism.noise_multiplier, math.ceil((mechanism.claim.relative_error / wanted) ** 2)
             tried.found[candidate] = tried.prices.estimate(mechanism.strategy, candidate.kind, near, effort)
 

@@ -1,0 +1,42 @@
+"""The command line for tests: in this process, with searches that are made once for all tests that ask for the same."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from quell import cli, planning
+
+RUN = ["--steps", "3900", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
+DATA = ["--examples", "2000", "--batch-size", "100", "--epochs", "4", "--epsilon", "4", "--delta", "1e-5"]
+PLAN = ["plan", "--fast", *DATA]
+_FOUND: dict[str, planning.Plan] = {}
+
+
+def quell(*arguments: str, columns: int | None = None) -> str:
+    """What a command prints; errors that a user can fix are raised."""
+    width = {} if columns is None else {"COLUMNS": str(columns)}
+    result = CliRunner().invoke(cli.app, list(arguments), env=width)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of the program."""
+    monkeypatch.setattr(sys, "argv", ["quell", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    printed = capsys.readouterr()
+    return end.value.code or 0, printed.out, printed.err
+
+
+def remembered(run, progress=None):
+    """`make_plan`, once per run."""
+    key = repr(run.arguments)
+    if key not in _FOUND:
+        _FOUND[key] = planning.make_plan(run, progress)
+    return _FOUND[key]
