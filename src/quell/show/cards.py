@@ -37,7 +37,7 @@ def cards(plan: Plan, answers: Answers) -> list[Card]:
         Card("Noise", *_gain(plan, answers)),
         Card("Promise", promised, f"per {protected}, with batches by {guarantee.sampling} sampling"),
         Card("Cost", words.copies(chosen.buffers), f"{words.counted(chosen.draws, 'noise vector')} per step"),
-        Card("Proof", "certified", words.certified_by(guarantee)),
+        Card("Proof", "certified ✓", words.certified_by(guarantee)),
     ]
 
 
@@ -49,4 +49,5 @@ def _gain(plan: Plan, answers: Answers) -> tuple[str, str]:
     if gain < words.NOTABLE:
         return "no less than DP-SGD's", "by RMSE at the same promise"
     needed = words.equal_epsilon(answers)
-    return f"{words.times(gain)}× less", f"than DP-SGD (by RMSE), which would need ε = {needed}"
+    about = "~" if answers.dpsgd_is_estimated else ""
+    return f"{about}{words.times(gain)}× less", f"than DP-SGD (by RMSE), which would need ε = {needed}"
