@@ -55,7 +55,7 @@ def test_every_heading_of_the_table_explains_itself(report):
     headings = report.run("[...document.querySelectorAll('#mechanisms th')].length")
     assert headings == report.run("document.querySelectorAll('#mechanisms th .term').length") == 10
     report.run("[...document.querySelectorAll('#mechanisms th .term')].find(term => term.innerText === 'σ').click()")
-    assert "noise multiplier" in text(report, "#explanation")
+    assert text(report, "#explanation").startswith("Noise multiplier, the standard deviation")
     assert report.run("document.getElementById('explanation').matches(':popover-open')") is True
 
 

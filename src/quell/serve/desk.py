@@ -147,7 +147,8 @@ class Desk:
                     tell({"row": brief(named_plan(run, question.mechanism))["mechanisms"][0]})
                     return
                 plan = make_plan(run, lambda done, total, what: report(what))
-                self._pace = (time.monotonic() - begun) / _usual_seconds(run)
+                if (seconds := time.monotonic() - begun) > 1.0:  # shorter ones say little about long ones
+                    self._pace = seconds / _usual_seconds(run)
                 tell({"plan": brief(plan)})
                 tell({"plan": plan.page_content})
 
