@@ -19,7 +19,14 @@ from quell.serve.server import PageServer
 
 from .browser import Browser, chromium
 
-RUN: dict[str, Any] = {"examples": 50_000, "batch_size": 500, "epochs": 10, "epsilon": 8, "delta": 1e-6, "momentum": 0.9}
+RUN: dict[str, Any] = {
+    "examples": 50_000,
+    "batch_size": 500,
+    "epochs": 10,
+    "epsilon": 8,
+    "delta": 1e-6,
+    "momentum": 0.9,
+}
 HEIGHTS = {1440: 1300, 390: 1500}  # of the pictures: the first screens
 _DONE = "document.body.dataset.kind === 'full' && document.getElementById('status').innerText.endsWith('compared.')"
 _COLOURS = 48
