@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AXE := $(VENV)/axe.min.js
 
 .PHONY: test test-all lint demo docs bench attack format clean screenshot
 .DEFAULT_GOAL := test
@@ -13,10 +14,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
-test: lint  ## linters, types, layering, tests and doctests (a few minutes)
+# The accessibility checker of the page's tests, which are skipped where there is no npm to get it from.
+$(AXE): $(STAMP)
+	cd $(VENV) && npm pack --silent --fetch-retries=0 --fetch-timeout=20000 axe-core@4.14.0 > /dev/null 2>&1 && tar xzf axe-core-4.14.0.tgz --strip-components=1 package/axe.min.js \
+	  && touch axe.min.js || echo "axe-core cannot be had from npm: accessibility tests are skipped"
+
+test: lint $(AXE)  ## linters, types, layering, tests and doctests (a few minutes)
 	$(BIN)/python -m pytest -n auto -m 'not slow'
 
-test-all: lint  ## the same with the slow reproductions, and beside other libraries
+test-all: lint $(AXE)  ## the same with the slow reproductions, and beside other libraries
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,peers]'
 	$(BIN)/python -m pytest -n auto
 
@@ -51,8 +57,8 @@ attack: $(STAMP)  ## try to break every promise; writes attacks/results.md (abou
 docs: $(STAMP)  ## docs/api.md, from the docstrings
 	$(BIN)/python -m tools.api
 
-screenshot: $(STAMP)  ## the picture in docs/report.md; needs Chromium
-	$(BIN)/python -m tests.page.screenshot docs/report.png
+screenshot: demo  ## the pictures of the pages in docs/images; needs Chromium
+	$(BIN)/python -m tests.page.screenshot docs/images demo/training.html
 
 clean:
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -108,6 +108,23 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key])
 
+    def look(self, width: int = 1100, height: int = 900, dark: bool = False) -> None:
+        """The size of the window and the colours that the reader prefers; a narrow window is a phone's."""
+        phone = width < 600
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self.ask("Emulation.setTouchEmulationEnabled", enabled=phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", features=[scheme])
+
+    def tap(self, x: float, y: float) -> None:
+        self.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def type(self, field: str, text: str) -> None:
+        """Put a text into the field with this id, as typing does."""
+        box = f"document.getElementById({json.dumps(field)})"
+        self.run(f"{box}.value = {json.dumps(text)}; {box}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
     def screenshot(self, path: Path, width: int, height: int) -> None:
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         data = self.ask("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]

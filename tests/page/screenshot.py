@@ -1,33 +1,71 @@
-"""The picture of the page in docs/report.md: python -m tests.page.screenshot docs/report.png"""
+"""The pictures of the pages in the documentation: python -m tests.page.screenshot docs/images demo/training.html
+
+Each page is shown on a desk and on a phone, light and dark: a plan's page, the live page, and the page of a training.
+"""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 import quell
+from quell.run import Run
+from quell.serve.server import PageServer
 
 from .browser import Browser, chromium
 
+RUN: dict[str, Any] = {
+    "examples": 50_000,
+    "batch_size": 500,
+    "epochs": 10,
+    "epsilon": 8,
+    "delta": 1e-6,
+    "momentum": 0.9,
+}
+HEIGHTS = {1440: 1300, 390: 1500}  # of the pictures: the first screens
+_DONE = "document.body.dataset.kind === 'full' && document.getElementById('status').innerText.endsWith('compared.')"
+_COLOURS = 48
 
-def main(picture: Path) -> None:
+
+def main(folder: Path, training: Path) -> None:
     program = chromium()
     if program is None:
         sys.exit("no Chromium found: see CONTRIBUTING.md")
-    plan = quell.plan(examples=50_000, batch_size=128, epochs=10, epsilon=8, delta=1e-5)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.html")
-        plan.write_page(report)
-        with Browser(program, Path(folder, "profile"), width=900) as browser:
-            browser.open(report.as_uri())
-            height = browser.run("document.getElementById('privacy-title').getBoundingClientRect().top")
-            browser.screenshot(picture, 900, int(height))
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = quell.plan(**RUN)
+    server = PageServer(Run.from_data(**RUN), 0, usual_delta=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with tempfile.TemporaryDirectory() as place:
+        plan.write_page(Path(place, "plan.html"))
+        pages = {
+            "plan": (Path(place, "plan.html").as_uri(), "true"),
+            "serve": (server.url, _DONE),
+            "training": (training.resolve().as_uri(), "true"),
+        }
+        with Browser(program, Path(place, "profile")) as browser:
+            for name, (address, ready) in pages.items():
+                for width, height in HEIGHTS.items():
+                    for dark in (False, True):
+                        browser.look(width, 900, dark)
+                        browser.open(address)
+                        browser.wait_for(ready, seconds=600)
+                        shown = min(height, browser.run("document.documentElement.scrollHeight"))
+                        _take(browser, folder / f"{name}-{width}-{'dark' if dark else 'light'}.png", width, shown)
+            if browser.complaints:
+                sys.exit(f"the browser complains: {browser.complaints}")
+    server.shutdown()
+
+
+def _take(browser: Browser, picture: Path, width: int, height: int) -> None:
+    browser.screenshot(picture, width, height)
     with Image.open(picture) as full:  # few colours: a third of the bytes
-        full.convert("RGB").quantize(32).save(picture, optimize=True)
+        full.convert("RGB").quantize(_COLOURS).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -10,6 +10,7 @@ from quell.run import Run
 
 def serve(
     port: Annotated[int, options.output("Port on this machine; 0 takes any free one.")] = 8765,
+    browser: Annotated[bool, options.output("Open the page in a browser.", "--browser/--no-browser")] = True,
     examples: Annotated[int, options.the_run("Examples in the training set, at first.", **options.COUNT)] = 50_000,
     batch_size: Annotated[int, options.the_run("Examples per step, at first.", **options.COUNT)] = 128,
     epochs: Annotated[int, options.the_run("Passes over the data, at first.", **options.COUNT)] = 10,
@@ -28,4 +29,5 @@ def serve(
     """Show plans live in a browser, with sliders, on this machine only."""
     from quell.serve import server
 
-    server.serve(Run.from_data(examples=examples, **options.data_of(locals())), port, terminal.say)
+    run = Run.from_data(examples=examples, **options.data_of(locals()))
+    server.serve(run, port, terminal.say, usual_delta=delta is None, browser=browser)

@@ -16,12 +16,15 @@ from quell import privacy
 from quell._types import Array
 from quell.analysis.error import query_variances
 from quell.errors import QuellError, at_least
+from quell.planning.file import text_of
 from quell.planning.mechanism import Mechanism
+from quell.planning.named import plan_of
 from quell.planning.planner import Plan
 from quell.planning.prices import Prices
 from quell.planning.questions import Answers
 from quell.privacy import gaussian_sigma
 from quell.progress import announce
+from quell.run import Run
 from quell.schemes import Scheme
 from quell.show.page.content import plan_content
 from quell.strategy import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
@@ -32,19 +35,38 @@ Curves = dict[str, Any]  # of one mechanism: error, cancellation, epsilon
 _BUCKETS = 100
 _VISIBLE = 0.02  # difference between two shares that a chart can show
 _GUARANTEED_POINTS = 33
+_MOST_NUMBERS = 2000  # of an optimised strategy whose plan file a page holds
 _ESTIMATED_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of ε: an estimate under amplification can take a second
 
 
-def page_content(plan: Plan, answers: Answers, thorough: bool) -> dict[str, Any]:
-    """A plan's page as plain data. `thorough` adds ε for other noise under amplification, which takes seconds."""
+def page_content(plan: Plan, answers: Answers, thorough: bool, preview: bool = False) -> dict[str, Any]:
+    """A plan's page as plain data.
+
+    Args:
+        plan: The plan.
+        answers: What was asked about it.
+        thorough: Whether to explain everything, and to estimate the noise for other ε where batches are random, for the
+            recommended mechanism and DP-SGD; that takes seconds.
+        preview: Whether a search is still running.
+    """
     workload, curves = plan.run.workload, {}
     for mechanism in (*plan.alternatives, answers.dpsgd):
+        compared = mechanism is plan.mechanism or mechanism is answers.dpsgd
         curves[id(mechanism)] = {
             "error": error_curve(mechanism, workload),
             "cancellation": cancellation_curves(mechanism.strategy, workload),
-            "epsilon": epsilon_curve(plan.prices, mechanism, thorough and mechanism is plan.mechanism),
+            "epsilon": epsilon_curve(plan.prices, mechanism, thorough and compared),
+            "file": file_of(plan.run, mechanism),
         }
-    return plan_content(plan, answers, curves, brief=not thorough)
+    return plan_content(plan, answers, curves, brief=not thorough, preview=preview)
+
+
+def file_of(run: Run, mechanism: Mechanism) -> str | None:
+    """The file of a plan with this mechanism alone; None where it is not certified, or too large for a page."""
+    solution = mechanism.strategy.solution
+    if run.batch_size is None or not mechanism.certified or (solution is not None and solution.size > _MOST_NUMBERS):
+        return None
+    return text_of(plan_of(run, mechanism).as_dict())
 
 
 def error_curve(mechanism: Mechanism, workload: Workload) -> Curve:
@@ -88,22 +110,22 @@ def noise_remaining(strategy: Strategy, workload: Workload, start: int) -> Array
 def epsilon_curve(prices: Prices, mechanism: Mechanism, with_estimates: bool) -> dict[str, object] | None:
     """ε against σ, and whether its points are guarantees; None where only costly estimates could tell.
 
-    Without amplification every point is a guarantee, so numbers are rounded up. Under an amplifying scheme only the
-    plan's own point is certified and the rest of the curve is estimated.
+    Without amplification every point of a certified mechanism is a guarantee, so numbers are rounded up. Under an
+    amplifying scheme only the plan's own point is certified and the rest of the curve is estimated.
     """
-    guaranteed = mechanism.certified and not mechanism.scheme.amplifies
+    claim, guaranteed = mechanism.claim, mechanism.certified and not mechanism.scheme.amplifies
     if guaranteed:  # what `calibrate` does, without pricing the sensitivity again for every point
-        guarantee = mechanism.guarantee
-        epsilons = np.geomspace(guarantee.epsilon / 8, guarantee.epsilon * 8, _GUARANTEED_POINTS)
-        points = {float(e): guarantee.sensitivity.value * gaussian_sigma(float(e), guarantee.delta) for e in epsilons}
+        moved = mechanism.guarantee.sensitivity.value
+        epsilons = np.geomspace(claim.epsilon / 8, claim.epsilon * 8, _GUARANTEED_POINTS)
+        points = {float(e): moved * gaussian_sigma(float(e), claim.delta) for e in epsilons}
     elif with_estimates:
         points = _estimated_points(prices.scheme_of(mechanism), mechanism)
     else:
         return None
     return {
         "guaranteed": guaranteed,
-        "x": [float(at_least(sigma, 5)) for sigma in points.values()],
-        "y": [float(at_least(epsilon, 5)) for epsilon in points],
+        "x": [float(at_least(sigma, 4)) for sigma in points.values()],
+        "y": [float(at_least(epsilon, 4)) for epsilon in points],
     }
 
 
@@ -111,13 +133,13 @@ def _estimated_points(scheme: Scheme, mechanism: Mechanism) -> dict[float, float
     """About the noise at a few other ε, with the plan's own in its place."""
     points = {}
     for factor in _ESTIMATED_FACTORS:
-        epsilon, delta = mechanism.guarantee.epsilon * factor, mechanism.guarantee.delta
+        epsilon, delta = mechanism.claim.epsilon * factor, mechanism.claim.delta
         announce(f"estimating the noise for ε = {epsilon:g}")
         try:
             points[epsilon] = privacy.estimate(mechanism.strategy, scheme, epsilon, delta).noise_multiplier
         except QuellError:  # beyond what the accountant can tell: the curve is shorter
             continue
-    points[mechanism.guarantee.epsilon] = mechanism.noise_multiplier
+    points[mechanism.claim.epsilon] = mechanism.noise_multiplier
     return dict(sorted(points.items()))
 
 

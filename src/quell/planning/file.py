@@ -57,10 +57,15 @@ class Check:
     holds: bool
 
 
+def text_of(content: dict[str, Any]) -> str:
+    """A plan's plain data as the text of its file."""
+    return json.dumps(content, indent=2) + "\n"
+
+
 def write(content: dict[str, Any], path: str | Path) -> None:
     """Write a plan as JSON, atomically."""
     target = Path(path)
-    text = json.dumps(content, indent=2) + "\n"
+    text = text_of(content)
     if len(text) > MOST_BYTES:
         raise QuellError(
             f"the plan would take {len(text):,} bytes, more than the {MOST_BYTES:,} that are read again: "

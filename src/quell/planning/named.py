@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from threadpoolctl import threadpool_limits
 
+from quell.planning.mechanism import Mechanism
 from quell.planning.planner import COMPARISONS, Plan
 from quell.planning.prices import Prices
 from quell.planning.search import Progress
@@ -42,7 +43,12 @@ def named_plan(run: Run, mechanism: str, /, progress: Progress | None = None, **
         if progress is not None:
             progress(1, 2, f"certifying {mechanism}")
         certified = prices.certify(strategy, comparisons=COMPARISONS)
-    return Plan(_with_room(run, strategy), (certified,), 0)
+    return plan_of(run, certified)
+
+
+def plan_of(run: Run, certified: Mechanism) -> Plan:
+    """A plan of one certified mechanism, with the run's limits raised to what it needs."""
+    return Plan(_with_room(run, certified.strategy), (certified,), 0)
 
 
 def _with_room(run: Run, strategy: Strategy) -> Run:

@@ -1,31 +1,36 @@
 """What `quell serve` computes: check a request's parameters, make a run of them, and a plan of that.
 
-A person who drags a slider sends many requests and wants the answer to the last one. `Desk` computes one plan at a
-time and stops a computation as soon as the same page has sent a newer request.
+Answers come in parts, each told to the page as soon as it is known: progress, then the plan, then the plan with all
+reasons and curves. Whoever listens may raise an exception, which ends the computation: the page has gone, or asks
+something else by now. Previews and the searches of several pages run beside each other, as many as there are cores.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
-from itertools import count
-from threading import Lock
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import BoundedSemaphore
 from typing import Any
 from urllib.parse import parse_qsl
 
-from quell.errors import QuellError
+from quell.errors import QuellError, read_count
 from quell.planning import Mechanism, Plan, Prices, make_plan
 from quell.planning.curves import page_content
+from quell.planning.named import named_plan
 from quell.planning.planner import recommend
 from quell.planning.questions import answers
 from quell.planning.search import order, space_of
 from quell.progress import announce, listening
 from quell.run import Run
-from quell.schemes import FIXED, SCHEMES
+from quell.schemes import FIXED
 from quell.strategy import FAMILIES
 
 UNLIMITED = "unlimited"
-_RANGES = {  # of what the page may ask for, ends included
+Tell = Callable[[dict[str, Any]], None]
+RANGES = {  # of what the page may ask for, ends included
     "examples": (1, 10**9),
     "batch_size": (1, 10**9),
     "epochs": (1, 10_000),
@@ -35,80 +40,61 @@ _RANGES = {  # of what the page may ask for, ends included
     "memory": (0, 10**6),
 }
 _WHOLE = ("examples", "batch_size", "epochs")
-_MOST_STEPS = 100_000  # a page should answer within seconds
-_MOST_PAGES = 64  # whose latest request is remembered
-
-_STOPS: dict[str, tuple[float | str, ...]] = {
-    "epsilon": (0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32),
-    "epochs": (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100),
-    "batch_size": (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384),
-    "memory": (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256, UNLIMITED),
-}
-_LABELS = {
-    "epsilon": "Privacy budget ε",
-    "epochs": "Epochs",
-    "batch_size": "Batch size",
-    "memory": "Memory for noise (model copies)",
-    "examples": "Examples",
-    "delta": "δ",
-    "momentum": "Momentum",
-    "sampling": "How batches are formed",
-}
-
-
-class SupersededError(Exception):
-    """The same page has sent a newer request."""
+_CHOICES = ("sampling", "optimizer")
+OPTIMIZERS = {"sgd": False, "adam": True}  # by whether they rescale gradients
+NAMES = (*RANGES, *_CHOICES)
+_KINDS = ("draft", "full", "certify")
+_LONGEST = 200  # characters of a mechanism
+_MOST_STEPS = 100_000  # a page should answer within minutes
+_OFTEN = 0.2  # seconds between two messages about progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One checked request: the run, whether a preview is enough, and which open page asks."""
+    """One checked request: the run, and whether a preview, the full plan or one mechanism's certificate is wanted."""
 
     run: Run
-    draft: bool
-    page: str
+    kind: str = "full"
+    mechanism: str = ""
 
 
 def read_question(query: str, fixed: Run) -> Question:
     """The request in a query string; what it does not mention is as in `fixed`."""
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=len(_LABELS) + 2)
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=len(NAMES) + 2)
     except ValueError:
         raise QuellError("the request must have the form /plan?epsilon=8&epochs=10") from None
     given = dict(pairs)
     if len(given) < len(pairs):
         raise QuellError("a parameter is given twice: give each once")
-    if unknown := sorted(set(given) - {*_LABELS, "kind", "page"}):
-        raise QuellError(f"there is no parameter {unknown[0][:40]!r}: use {', '.join(_LABELS)}")
-    kind, page = given.pop("kind", "full"), given.pop("page", "")
-    if kind not in ("draft", "full"):
-        raise QuellError(f"kind={kind[:40]!r} must be draft or full")
-    changes: dict[str, Any] = {
-        name: text if name == "sampling" else _number(name, text) for name, text in given.items()
-    }
+    if unknown := sorted(set(given) - {*NAMES, "kind", "mechanism"}):
+        raise QuellError(f"there is no parameter {unknown[0][:40]!r}: use {', '.join(NAMES)}")
+    kind, mechanism = given.pop("kind", "full"), given.pop("mechanism", "")
+    if kind not in _KINDS:
+        raise QuellError(f"kind={kind[:40]!r} must be {', '.join(_KINDS[:-1])} or {_KINDS[-1]}")
+    if (kind == "certify") != bool(mechanism) or len(mechanism) > _LONGEST:
+        raise QuellError("kind=certify goes with a mechanism, such as mechanism=blt d=2, and nothing else does")
+    changes: dict[str, Any] = {}
+    for name, text in given.items():
+        if name == "optimizer":
+            if text not in OPTIMIZERS:
+                raise QuellError(f"optimizer={text[:40]!r} must be {' or '.join(OPTIMIZERS)}")
+            changes["adaptive"] = OPTIMIZERS[text]
+        else:
+            changes[name] = text if name in _CHOICES else _number(name, text)
     run = fixed.changed(**changes)
     if run.steps > _MOST_STEPS:
         raise QuellError(
-            f"a run of {run.steps:,} steps is too long for a live page, which answers up to {_MOST_STEPS:,}: "
-            "use larger batches or fewer epochs, or quell plan --html"
+            f"batch_size={run.batch_size:,} makes a run of {run.steps:,} steps, too long for a live page, which "
+            f"answers up to {_MOST_STEPS:,}: use larger batches or fewer epochs, or quell plan --html"
         )
-    return Question(run, kind == "draft", page[:40])
+    return Question(run, kind, mechanism)
 
 
-def controls(run: Run) -> list[dict[str, Any]]:
-    """The page's sliders and fields, set to this run."""
-    found: list[dict[str, Any]] = []
-    for name, label in _LABELS.items():
-        value = run.arguments[name]
-        if name == "memory" and value is None:
-            value = UNLIMITED
-        control: dict[str, Any] = {"name": name, "label": label, "value": value}
-        if name in _STOPS:
-            control["stops"] = sorted({*_STOPS[name], value}, key=lambda stop: (stop == UNLIMITED, stop))
-        if name == "sampling":
-            control["options"] = [*SCHEMES, "best"]
-        found.append(control)
-    return found
+def faulty(message: str) -> str | None:
+    """The parameter that a refusal is about, if it begins with one."""
+    name = message.partition("=")[0]
+    return name if name in NAMES else None
 
 
 def draft_plan(run: Run) -> Plan:
@@ -130,46 +116,74 @@ def draft_plan(run: Run) -> Plan:
 
 
 class Desk:
-    """Answers one request at a time, and of each page only the latest."""
+    """Answers requests, each in its own thread: previews at once, searches as many at a time as there are cores."""
 
     def __init__(self) -> None:
-        self._working, self._writing = Lock(), Lock()
-        self._tickets = count()
-        self._latest: dict[str, int] = {}
+        self._searches = BoundedSemaphore(max(2, os.cpu_count() or 1))
+        self._pace = 1.0  # seconds of the last search relative to `_usual_seconds`
 
-    def answer(self, question: Question) -> dict[str, Any]:
-        """The content of the plan's page; `SupersededError` once the same page has sent a newer request."""
-        ticket = self._ticket(question.page)
+    def answer(self, question: Question, tell: Tell) -> None:
+        """Tell the parts of an answer as they come; what `tell` raises ends the computation and is passed on."""
+        run, since, latest = question.run, time.monotonic(), 0.0
 
-        def still_wanted(*_: object) -> None:
-            if self._latest.get(question.page) != ticket:
-                raise SupersededError
+        def report(what: str) -> None:
+            nonlocal latest
+            passed = time.monotonic() - since
+            if passed - latest >= _OFTEN:
+                latest = passed
+                tell({"progress": {"what": what, "seconds": round(passed, 1), "expected": self._expected(question)}})
 
-        with self._working, listening(still_wanted):
-            still_wanted()
-            plan = draft_plan(question.run) if question.draft else make_plan(question.run, still_wanted)
-            still_wanted()
-            return page_content(plan, answers(plan, thorough=False, prices=Prices(question.run)), thorough=False)
+        def brief(plan: Plan, preview: bool = False) -> dict[str, Any]:
+            known = answers(plan, thorough=False, prices=Prices(run))  # one DP-SGD for preview and plan
+            return page_content(plan, known, thorough=False, preview=preview)
 
-    def _ticket(self, page: str) -> int:
-        with self._writing:
-            ticket = next(self._tickets)
-            self._latest.pop(page, None)
-            self._latest[page] = ticket
-            if len(self._latest) > _MOST_PAGES:
-                del self._latest[next(iter(self._latest))]  # the page that has been silent longest
-            return ticket
+        with listening(report):
+            if question.kind == "draft":
+                tell({"plan": brief(draft_plan(run), preview=True)})
+                return
+            with self._turn(report):
+                begun = time.monotonic()
+                if question.kind == "certify":
+                    tell({"row": brief(named_plan(run, question.mechanism))["mechanisms"][0]})
+                    return
+                plan = make_plan(run, lambda done, total, what: report(what))
+                if (seconds := time.monotonic() - begun) > 1.0:  # shorter ones say little about long ones
+                    self._pace = seconds / _usual_seconds(run)
+                tell({"plan": brief(plan)})
+                tell({"plan": plan.page_content})
+
+    def _expected(self, question: Question) -> float | None:
+        """About how long a search takes here, judged by the last one; None for everything else."""
+        return round(self._pace * _usual_seconds(question.run), 1) if question.kind == "full" else None
+
+    @contextmanager
+    def _turn(self, report: Callable[[str], None]) -> Iterator[None]:
+        """Wait for one of the searches to end, as long as the page waits too."""
+        while not self._searches.acquire(timeout=_OFTEN):
+            report("waiting for the searches of other tabs")
+        try:
+            yield
+        finally:
+            self._searches.release()
+
+
+def _usual_seconds(run: Run) -> float:
+    """About what a search took where it was measured, on one core: 20 s for 3,900 steps, 95 s for 31,250 steps."""
+    amplified = any(kind.amplifies for kind in run.schemes)
+    return (20.0 if amplified else 2.0) * float(max(1.0, run.steps / 3900) ** 0.75)
 
 
 def _number(name: str, text: str) -> float | int | None:
-    if name == "memory" and text == UNLIMITED:
+    """A parameter's value; counts as people write them, and an empty δ for the usual one."""
+    if (name == "memory" and text == UNLIMITED) or (name == "delta" and not text.strip()):
         return None
-    low, high = _RANGES[name]
+    low, high = RANGES[name]
     try:
-        value = int(text) if name in _WHOLE else float(text)
+        value = read_count(name, text, least=0) if name in _WHOLE else float(text)
+    except QuellError:  # which is a ValueError
+        raise
     except ValueError:
-        kind = "a whole number" if name in _WHOLE else "a number"
-        raise QuellError(f"{name}={text[:40]!r} must be {kind}") from None
+        raise QuellError(f"{name}={text[:40]!r} must be a number") from None
     if not low <= value <= high:
         raise QuellError(f"{name}={value:g} must lie between {low:g} and {high:g}")
     return value

@@ -49,4 +49,5 @@ def _gain(plan: Plan, answers: Answers) -> tuple[str, str]:
     if gain < words.NOTABLE:
         return "no less than DP-SGD's", "by RMSE at the same promise"
     needed = words.equal_epsilon(answers)
-    return f"{words.times(gain)}× less", f"than DP-SGD (by RMSE), which would need ε = {needed}"
+    about = "~" if answers.dpsgd_is_estimated else ""
+    return f"{about}{words.times(gain)}× less", f"than DP-SGD (by RMSE), which would need ε = {needed}"

@@ -16,7 +16,7 @@ ERRORS = {"training": "predicted training error", "rmse": "RMSE", "maxse": "MaxS
 COLUMN_OF = {"training": "train", "rmse": "RMSE", "maxse": "MaxSE"}
 RECOMMENDED, BEYOND, ESTIMATED = "➤", "✗", "~"
 
-_COLUMNS = {  # in few words, and in full
+COLUMNS = {  # in few words, and in full
     "sampling": ("how batches are formed", "how batches are formed; the promise holds for no other way"),
     "σ": ("noise multiplier", "noise multiplier, the standard deviation of the noise per unit of clip norm"),
     "RMSE": ("average error", "average error that noise causes in the model, per unit of clip norm"),
@@ -42,9 +42,20 @@ _MARKS = {
 }
 
 
+def letters(mechanisms: Sequence[Mechanism]) -> dict[str, tuple[str, str]]:
+    """What the letters in the labels of these mechanisms mean, in few words and in full."""
+    labels = [spelled(mechanism.strategy) for mechanism in mechanisms]
+    found = {
+        SYMBOLS[name]: texts
+        for name, texts in _LETTERS.items()
+        if any(f" {SYMBOLS[name]}=" in label for label in labels)
+    }
+    return found | ({"*": _STAR} if any(each.strategy.parameters.get(NORMALISE) for each in mechanisms) else {})
+
+
 def legend(
     mechanisms: Sequence[Mechanism],
-    columns: Sequence[str] = tuple(_COLUMNS),
+    columns: Sequence[str] = tuple(COLUMNS),
     objective: str | None = None,
     marks: str = "",
     full: bool = True,
@@ -58,14 +69,8 @@ def legend(
         marks: The marks that rows have.
         full: Whole explanations, and what papers call the mechanisms, instead of few words.
     """
-    labels = [spelled(mechanism.strategy) for mechanism in mechanisms]
-    found = {title: texts for title, texts in _COLUMNS.items() if title in columns}
-    found |= {
-        SYMBOLS[name]: texts
-        for name, texts in _LETTERS.items()
-        if any(f" {SYMBOLS[name]}=" in label for label in labels)
-    }
-    found |= {"*": _STAR} if any(each.strategy.parameters.get(NORMALISE) for each in mechanisms) else {}
+    found = {title: texts for title, texts in COLUMNS.items() if title in columns}
+    found |= letters(mechanisms)
     found |= {mark: texts for mark, texts in _MARKS.items() if mark in marks}
     sentences = [f"{sign}: {texts[full]}." for sign, texts in found.items()]
     if objective is not None:

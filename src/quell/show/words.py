@@ -65,6 +65,18 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
+def amount(value: float) -> str:
+    """An error wherever it is read: four digits, with a power of ten where it is very small or large.
+
+    >>> amount(2.27199), amount(12345.6), amount(0.00012345)
+    ('2.272', '12,350', '1.23·10⁻⁴')
+    """
+    if value and not 1e-3 <= abs(value) < 1e7:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return _power_of_ten(f"{float(mantissa):g}e{exponent}")
+    return f"{float(f'{value:.4g}'):,.10g}"
+
+
 def counted(count: int, thing: str) -> str:
     """
     >>> counted(1, "model copy"), counted(3900, "step")
@@ -244,8 +256,8 @@ def reasons(plan: Plan, answers: Answers) -> list[str]:
     if objective == "training" and other is not chosen and other.rmse < 0.99 * chosen.rmse:
         worse = " but usually trains worse" if other.buffers > 0 or other.draws > 1 else ""
         lines.append(
-            f"{label(other)} with {other.sampling} sampling has lower RMSE ({other.rmse:.4g} instead of "
-            f"{chosen.rmse:.4g}){worse}. To choose it anyway: --objective rmse."
+            f"{label(other)} with {other.sampling} sampling has lower RMSE ({amount(other.rmse)} instead of "
+            f"{amount(chosen.rmse)}){worse}. To choose it anyway: --objective rmse."
         )
     first = min(affordable, key=lambda mechanism: mechanism.score(objective))
     if first is not chosen and not first.certified:
@@ -257,7 +269,7 @@ def reasons(plan: Plan, answers: Answers) -> list[str]:
         lines.append(
             " ".join(
                 f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
-                f"({ERRORS[objective]} {each.score(objective):.4g})."
+                f"({ERRORS[objective]} {amount(each.score(objective))})."
                 for each in answers.frontier
             )
         )
@@ -271,7 +283,7 @@ def reasons(plan: Plan, answers: Answers) -> list[str]:
             )
     ratio = chosen.rmse / answers.lower_bound
     lines.append(
-        f"The best possible RMSE without random batches is {answers.lower_bound:.4g}; this plan is "
+        f"The best possible RMSE without random batches is {amount(answers.lower_bound)}; this plan is "
         f"{abs(ratio - 1):.0%} {'above' if ratio >= 1 else 'below'} it."
     )
     protected = whom(plan.run.drawn, plan.run.promise.unit)
@@ -292,14 +304,23 @@ def learning_rate(plan: Plan) -> list[str]:
 
 def next_lines(saved: Path | None) -> list[str]:
     """How to train with a plan, to be pasted; `saved` is the plan's file, if there is one."""
+    load, *lines = python_lines(str(saved or "plan.json"))
     return [
         "Next: train it. docs/learning-rates.md says how to choose lr and max_grad_norm.",
-        f"  plan = quell.Plan.load({str(saved or 'plan.json')!r})"
-        + ("" if saved else "  # from quell plan ... --save plan.json"),
-        "  model, optimizer, loader = quell.torch.make_private(",
-        "      model, optimizer, data, plan, max_grad_norm=1.0, key='run.key')",
+        f"  {load}" + ("" if saved else "  # from quell plan ... --save plan.json"),
+        *(f"  {line}" for line in lines),
         "With Hugging Face:",
         "  quell.torch.huggingface.PrivateTrainer(model, args, plan=plan, ...)",
+    ]
+
+
+def python_lines(saved: str, users: bool = False) -> list[str]:
+    """Python that trains with a plan file, for a program that has imported quell."""
+    whose = " users=ids," if users else ""
+    return [
+        f"plan = quell.Plan.load({saved!r})",
+        "model, optimizer, loader = quell.torch.make_private(",
+        f"    model, optimizer, data, plan,{whose} max_grad_norm=1.0, key='run.key')",
     ]
 
 

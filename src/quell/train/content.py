@@ -58,7 +58,7 @@ def _arm(recipe: Setting, outcome: Outcome) -> dict[str, Any]:
             "mechanism": "independent noise" if mechanism.family is INDEPENDENT else words.label(mechanism),
             "batches": mechanism.sampling,
             "sigma": words.noise(mechanism.noise_multiplier),
-            "rmse": f"{mechanism.rmse:.4g}",
+            "rmse": words.amount(mechanism.rmse),
             "noise": error_curve(mechanism, recipe.plan.run.workload),
         }
     return row | {

@@ -1,4 +1,4 @@
-"""What a plan's page says, as plain data: sentences, a table, curves and the privacy statement.
+"""What a plan's page says, as plain data: cards, sentences, a table, curves and the privacy statement.
 
 Everything here is text or numbers; how it looks is decided by the template. Text is inserted into the page as text,
 never as markup.
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from quell.errors import at_least
 from quell.show import words
-from quell.show.legend import legend
+from quell.show.cards import cards, headline
+from quell.show.legend import letters
+from quell.show.page.reading import command, glossary, scale
 from quell.show.statement import privacy_statement
 
 if TYPE_CHECKING:
@@ -19,28 +21,42 @@ if TYPE_CHECKING:
     from quell.planning.questions import Answers
 
 
-def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief: bool) -> dict[str, Any]:
+def plan_content(
+    plan: Plan, answers: Answers, curves: dict[int, Curves], brief: bool, preview: bool = False
+) -> dict[str, Any]:
     """A plan's page as plain data, ready for JSON.
 
     Args:
         plan: The plan.
         answers: What was asked about it (`quell.planning.questions.answers`).
-        curves: The curves of every alternative and of `answers.dpsgd`, by the mechanism's `id`.
+        curves: The curves and the plan file of every alternative and of `answers.dpsgd`, by the mechanism's `id`.
         brief: Only the recommendation, not the whole explanation.
+        preview: Whether a search is still running, so that the recommendation is not the final one.
     """
-    shown = plan.alternatives
+    shown, run = plan.alternatives, plan.run
     place = {id(mechanism): index for index, mechanism in enumerate(shown)}
 
     def row(mechanism: Mechanism) -> dict[str, Any]:
         return {**_row(plan, mechanism, answers), **curves[id(mechanism)]}
 
     return {
-        "setup": words.describe_run(plan.run),
-        "recommendation": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
-        "legend": legend(shown, objective=plan.run.objective),
-        "notes": words.notes(plan.run),
+        "setup": words.describe_run(run),
+        "preview": preview,
+        "headline": headline(plan),
+        "cards": [card._asdict() for card in cards(plan, answers)],
+        "scale": scale(run.epsilon),
+        "why": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
+        "legend": [(letter, full) for letter, (_, full) in letters(shown).items()],
+        "terms": glossary(plan),
+        "sorted_by": run.objective,
+        "notes": words.notes(run),
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
-        "steps": plan.run.steps,
+        "promise": words.level(run.epsilon, run.delta),
+        "delta": words.number(run.delta),
+        "python": "\n".join(
+            ["import quell", "import quell.torch", "", *words.python_lines("plan.json", run.user_level)]
+        ),
+        "steps": run.steps,
         "lower_bound": answers.lower_bound,
         "recommended": place[id(plan.mechanism)],
         "frontier": [place[id(mechanism)] for mechanism in answers.rmse_frontier],
@@ -52,22 +68,33 @@ def plan_content(plan: Plan, answers: Answers, curves: dict[int, Curves], brief:
 
 def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
     """The numbers of one mechanism's row, and what lies behind them."""
+    estimated = not mechanism.certified
+    about = "~" if estimated or answers.dpsgd_is_estimated else ""
+    noise = words.noise(mechanism.noise_multiplier)
     return {
         "label": words.label(mechanism),
         "family": mechanism.name,
-        "sigma": words.noise(mechanism.noise_multiplier),
+        "sigma": noise,
         "rmse": mechanism.rmse,
-        "maxse": mechanism.maxse,
-        "training": mechanism.training,
-        "gain": answers.dpsgd.rmse / mechanism.rmse,
+        "unit_rmse": mechanism.unit_error.rmse,
         "buffers": mechanism.buffers,
-        "draws": mechanism.draws,
         "sampling": mechanism.sampling,
         "certified": mechanism.certified,
         "fits": plan.run.limits.fits(mechanism),
-        "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
-        "planned": {
-            "sigma": float(at_least(mechanism.noise_multiplier, 5)),
-            "epsilon": float(at_least(mechanism.claim.epsilon, 5)),
+        "cells": {
+            "σ": words.noise(mechanism.noise_multiplier, estimated),
+            "train": words.amount(mechanism.training),
+            "RMSE": words.amount(mechanism.rmse),
+            "MaxSE": words.amount(mechanism.maxse),
+            "gain": f"{about}{words.times(answers.dpsgd.rmse / mechanism.rmse)}×",
+            "mem": f"{mechanism.buffers:,}",
+            "draws": f"{mechanism.draws:,}",
+            "batches": mechanism.sampling,
+            "noise is": "certified ✓" if mechanism.certified else "estimated",
         },
+        "cost": f"{words.copies(mechanism.buffers)}, {words.counted(mechanism.draws, 'noise vector')} per step",
+        "scores": {"training": mechanism.training, "rmse": mechanism.rmse, "maxse": mechanism.maxse},
+        "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
+        "command": command(plan.run, mechanism),
+        "planned": {"sigma": float(noise), "epsilon": float(at_least(mechanism.claim.epsilon, 4))},
     }

@@ -21,7 +21,7 @@ from quell import __version__
 
 _OFFLINE = "This page is complete in itself and uses no network."
 _LIVE = "This page talks only to the server on this machine that it came from."
-_SCRIPTS = ("charts.js", "page.js", "live.js")
+_SCRIPTS = ("charts.js", "page.js", "choose.js", "live.js")
 
 
 @dataclass(frozen=True)

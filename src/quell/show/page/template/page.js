@@ -2,24 +2,29 @@
 // A plan's content (quell.show.page.content) into the page. Text only ever becomes text nodes.
 
 const element = id => document.getElementById(id);
-let chosen = 0; // index of the mechanism whose curves are shown
-let picked = null; // the family a person picked, kept while the plan changes
+const keyOf = row => `${row.label} | ${row.sampling}`;
+let shown = null; // the plan on the page
+let chosen = 0; // index of the row whose curves are shown
+let picked = null; // the row that a person picked, kept while the plan changes
 
 function showPlan(plan) {
-  const again = plan.mechanisms.findIndex(row => row.family === picked);
+  const focused = focusedRow();
+  shown = plan;
+  const again = plan.mechanisms.findIndex(row => keyOf(row) === picked);
   chosen = again < 0 ? plan.recommended : again;
   element("plan").hidden = false;
   element("setup").textContent = plan.setup;
-  element("legend").textContent = plan.legend;
-  fill("answer", plan.recommendation, "p");
+  element("preview").hidden = !plan.preview;
+  element("headline").textContent = plan.preview ? `So far: ${plan.headline}` : plan.headline;
+  showCards(plan);
+  showScale(plan.scale);
+  fill("reasons", plan.why, "p");
   fill("notes", plan.notes, "li");
-  element("privacy").replaceChildren();
-  for (const { title, text } of plan.privacy) {
-    make(element("privacy"), "dt", {}, title);
-    make(element("privacy"), "dd", {}, text);
-  }
+  showPairs("legend", plan.legend);
+  showPairs("privacy", plan.privacy.map(({ title, text }) => [title, text]));
   showTable(plan);
   showChoice(plan);
+  if (focused !== null) radioOf(focused)?.focus({ preventScroll: true });
 }
 
 function fill(id, lines, tag) {
@@ -27,18 +32,75 @@ function fill(id, lines, tag) {
   for (const line of lines) make(element(id), tag, {}, line);
 }
 
-const COLUMNS = [
-  ["σ", row => row.certified ? row.sigma : `≈ ${row.sigma}`], ["RMSE", row => show(row.rmse)], ["MaxSE", row => show(row.maxse)], ["train", row => show(row.training)],
-  ["gain", (row, plan) => `${plan.baseline_estimated || !row.certified ? "≈ " : ""}${row.gain.toPrecision(3)}×`],
-  ["mem", row => row.buffers.toLocaleString("en")], ["draws", row => row.draws.toLocaleString("en")],
-  ["batches", row => row.sampling], ["noise is", row => row.certified ? "certified" : "estimated"],
-];
+function showPairs(id, pairs) {
+  element(id).replaceChildren();
+  for (const [title, text] of pairs) {
+    const pair = make(element(id), "div");
+    make(pair, "dt", {}, title);
+    make(pair, "dd", {}, text);
+  }
+}
+
+// A word that explains itself when it is pressed, by mouse, finger or keyboard.
+function term(parent, text, key = text) {
+  const meaning = shown.terms[key];
+  if (!meaning) return void parent.append(text);
+  const button = make(parent, "button", { type: "button", class: "term", "aria-haspopup": "dialog" }, text);
+  button.addEventListener("click", () => explain(button, meaning));
+}
+
+function explain(button, meaning) {
+  const box = element("explanation");
+  box.textContent = meaning;
+  box.showPopover();
+  const at = button.getBoundingClientRect(), wide = document.documentElement.clientWidth;
+  box.style.left = `${Math.max(8, Math.min(at.left, wide - box.offsetWidth - 8))}px`;
+  box.style.top = `${at.bottom + box.offsetHeight + 8 > innerHeight ? Math.max(8, at.top - box.offsetHeight - 6) : at.bottom + 6}px`;
+}
+
+function showCards(plan) {
+  element("cards").replaceChildren();
+  for (const card of plan.cards) {
+    const item = make(element("cards"), "li");
+    term(make(item, "span", { class: "fine" }), card.title);
+    make(item, "strong", {}, card.value);
+    make(item, "span", { class: "fine" }, card.note);
+  }
+}
+
+function showScale(scale) {
+  const box = element("scale"), from = -1, to = 2; // powers of ten
+  box.replaceChildren();
+  const place = value => (Math.min(Math.max(Math.log10(value), from), to) - from) / (to - from) * 300;
+  const svg = make(box, "svg", { viewBox: "0 0 300 14", role: "img", "aria-label": scale.text, preserveAspectRatio: "none" });
+  const ends = [0, ...scale.bounds.map(place), 300];
+  scale.words.forEach((_, i) => make(svg, "rect", { class: `zone zone-${i}`, x: ends[i], y: 4, width: ends[i + 1] - ends[i], height: 6 }));
+  make(svg, "rect", { class: "mark", x: Math.min(Math.max(place(scale.epsilon) - 2, 0), 296), y: 0, width: 4, height: 14 });
+  const row = make(box, "p", { class: "fine", "aria-hidden": "true" });
+  for (const word of scale.words) make(row, "span", {}, word);
+}
+
+const ORDER = { training: "train", rmse: "RMSE", maxse: "MaxSE" };
+const MINOR = ["σ", "MaxSE", "draws", "batches", "noise is"]; // columns that a phone leaves to the chosen row's details
+
+function columnsOf(plan) {
+  const first = ORDER[plan.sorted_by], rest = ["train", "RMSE", "MaxSE"].filter(name => name !== first);
+  return ["σ", first, ...rest, "gain", "mem", "draws", "batches", "noise is"];
+}
 
 function showTable(plan) {
-  const table = element("mechanisms");
+  const table = element("mechanisms"), columns = columnsOf(plan);
   table.replaceChildren();
   const head = make(make(table, "thead"), "tr");
-  for (const title of ["mechanism", ...COLUMNS.map(column => column[0])]) make(head, "th", { scope: "col" }, title);
+  for (const title of ["mechanism", ...columns]) {
+    const cell = make(head, "th", { scope: "col" });
+    if (isMinor(plan, title)) cell.classList.add("minor");
+    term(cell, title);
+    if (title === ORDER[plan.sorted_by]) {
+      cell.setAttribute("aria-sort", "ascending");
+      cell.append(" ▲");
+    }
+  }
   const body = make(table, "tbody");
   plan.mechanisms.forEach((row, index) => {
     const line = make(body, "tr");
@@ -47,27 +109,36 @@ function showTable(plan) {
     const label = make(make(line, "td"), "label");
     const radio = make(label, "input", { type: "radio", name: "mechanism", value: index });
     radio.checked = index === chosen;
-    radio.addEventListener("change", () => choose(plan, index));
+    radio.addEventListener("change", () => choose(index));
     label.append(` ${row.label}${index === plan.recommended ? " (recommended)" : row.fits ? "" : " (beyond limits)"}`);
-    for (const [, text] of COLUMNS) make(line, "td", {}, text(row, plan));
+    for (const column of columns) make(line, "td", isMinor(plan, column) ? { class: "minor" } : {}, row.cells[column]);
   });
 }
 
-function choose(plan, index) {
+const isMinor = (plan, column) => MINOR.includes(column) || (column === "RMSE" && plan.sorted_by !== "rmse") || (column === "train" && plan.sorted_by !== "training");
+const radioOf = key => [...element("mechanisms").querySelectorAll("input")].find(radio => keyOf(shown.mechanisms[radio.value]) === key)
+  ?? element("mechanisms").querySelector("input:checked");
+
+function focusedRow() {
+  const focused = document.activeElement;
+  return shown && element("mechanisms").contains(focused) && focused.name === "mechanism" ? keyOf(shown.mechanisms[focused.value]) : null;
+}
+
+function choose(index) {
   chosen = index;
-  picked = index === plan.recommended ? null : plan.mechanisms[index].family;
-  const radio = element("mechanisms").querySelector(`input[value="${index}"]`);
-  radio.checked = true;
-  showChoice(plan);
+  picked = index === shown.recommended ? null : keyOf(shown.mechanisms[index]);
+  element("mechanisms").querySelector(`input[value="${index}"]`).checked = true;
+  showChoice(shown);
+  document.dispatchEvent(new Event("chosen"));
 }
 
 function showChoice(plan) {
   [...element("mechanisms").tBodies[0].rows].forEach((line, index) => line.classList.toggle("chosen", index === chosen));
-  fill("details", [`${plan.mechanisms[chosen].label}:`, ...plan.mechanisms[chosen].details], "p");
+  showActions(plan, plan.mechanisms[chosen]);
+  drawEpsilon(plan);
   drawPareto(plan);
   drawError(plan);
   drawCancellation(plan);
-  drawEpsilon(plan);
 }
 
 // The recommended mechanism, the chosen one where it is another, and DP-SGD.
@@ -79,11 +150,34 @@ function compared(plan) {
   return rows;
 }
 
+function drawEpsilon(plan) {
+  const series = compared(plan).flatMap(({ row, kind }) => {
+    const standing = row.certified ? "guarantee" : "estimated, not certified";
+    const at = { name: `${row.label}, as planned (${standing})`, kind, dots: true, sure: row.certified, sigma: [row.cells["σ"]], x: [row.planned.epsilon], y: [row.rmse] };
+    if (kind === "dpsgd") at.name = `${row.label}, at the planned ε`;
+    if (!row.epsilon) return [at];
+    const sure = row.epsilon.guaranteed, order = row.epsilon.y.map((_, i) => i).sort((i, j) => row.epsilon.y[i] - row.epsilon.y[j]);
+    const noise = order.map(i => row.epsilon.x[i]);
+    return [{
+      name: `${row.label} at other ε (${sure ? "guarantee" : "estimated, not certified"})`, kind, line: true, sure, sigma: noise.map(show),
+      x: order.map(i => row.epsilon.y[i]), y: noise.map(value => value * row.unit_rmse),
+    }, at];
+  });
+  drawChart(element("epsilon"), {
+    title: series.every(s => s.sure || !s.line || s.kind === "dpsgd") ? "Error against ε" : "Error against ε (other ε: estimated, not certified)", xLabel: "ε (smaller is more private)", yLabel: "RMSE", xScale: "log", yScale: "log", series,
+    describe: (s, i) => s.sure ? `ε = ${show(s.x[i])} is guaranteed with noise multiplier ${s.sigma[i]}: RMSE ${show(s.y[i])} (${s.name})`
+      : `About RMSE ${show(s.y[i])} at ε = ${show(s.x[i])}, with noise multiplier ${s.sigma[i]} (${s.name}): estimated, not certified`,
+  });
+  const row = plan.mechanisms[chosen];
+  if (!row.epsilon) make(element("epsilon"), "p", { class: "fine" },
+    `With random batches every other ε has to be estimated, which takes seconds. That is done for the recommended row${DATA.live ? " after the search" : ""}.`);
+}
+
 function drawPareto(plan) {
   const kindOf = i => i === plan.recommended ? "recommended" : i === chosen ? "chosen" : "";
   const dots = (name, kind) => {
     const at = [...plan.mechanisms.keys()].filter(i => kindOf(i) === kind), rows = at.map(i => plan.mechanisms[i]);
-    return { name: name(rows), kind, rows, dots: true, x: rows.map(row => row.buffers), y: rows.map(row => row.rmse), onPick: i => choose(plan, at[i]) };
+    return { name: name(rows), kind, rows, dots: true, x: rows.map(row => row.buffers), y: rows.map(row => row.rmse), onPick: i => choose(at[i]) };
   };
   const best = plan.frontier.map(i => plan.mechanisms[i]), most = Math.max(...plan.mechanisms.map(row => row.buffers), 1);
   if (best.at(-1).buffers < most) best.push({ ...best.at(-1), at: most });
@@ -93,10 +187,10 @@ function drawPareto(plan) {
   };
   const bound = { name: "best possible without amplification", kind: "bound", line: true, x: [0, most], y: [plan.lower_bound, plan.lower_bound] };
   drawChart(element("pareto"), {
-    title: "Error by memory", xLabel: "model-sized buffers", yLabel: "RMSE", xScale: "count", yScale: "log",
-    series: [dots(() => "other mechanisms", ""), dots(rows => rows[0]?.label, "recommended"), dots(rows => rows[0]?.label, "chosen"), frontier, bound],
+    title: "RMSE by memory", xLabel: "model-sized buffers", yLabel: "RMSE", xScale: "count", yScale: "log",
+    series: [frontier, bound, dots(() => "other mechanisms", ""), dots(rows => rows[0]?.label, "chosen"), dots(rows => rows[0]?.label, "recommended")],
     describe: (s, i) => s.rows
-      ? `${s.rows[i].label}: RMSE ${show(s.rows[i].rmse)} with ${s.rows[i].buffers.toLocaleString("en")} buffers${s.rows[i].certified ? "" : " (estimated)"}`
+      ? `${s.rows[i].label}: RMSE ${s.rows[i].cells.RMSE} with ${s.rows[i].cells.mem} buffers${s.rows[i].certified ? "" : " (estimated)"}`
       : `The best possible RMSE without amplification is ${show(plan.lower_bound)}`,
   });
 }
@@ -119,24 +213,8 @@ function drawCancellation(plan) {
   });
 }
 
-function drawEpsilon(plan) {
-  const row = plan.mechanisms[chosen], kind = chosen === plan.recommended ? "recommended" : "chosen";
-  const standing = row.certified ? "guarantee" : "estimated, not certified";
-  const planned = { name: `${row.label}, as planned (${standing})`, kind, dots: true, sure: row.certified, x: [row.planned.sigma], y: [row.planned.epsilon] };
-  const series = [planned];
-  const sure = row.epsilon?.guaranteed;
-  if (row.epsilon) series.push({
-    name: `${row.label}, ${sure ? "guarantee" : "estimated, not certified"}`, kind: sure ? kind : "frontier", line: true, sure, ...row.epsilon,
-  });
-  drawChart(element("epsilon"), {
-    title: row.epsilon && !sure ? "ε for other noise (estimated, not certified)" : "ε as a function of the noise σ",
-    xLabel: "noise multiplier σ", yLabel: "ε", xScale: "log", yScale: "log", series,
-    describe: (s, i) => s.sure ? `Noise multiplier ${s.x[i]} guarantees ε = ${s.y[i]}`
-      : `About ε = ${show(s.y[i])} with noise multiplier ${show(s.x[i])}: estimated, not certified`,
-  });
-  if (!row.epsilon) make(element("epsilon"), "p", { class: "fine" },
-    "With random batches only the planned noise is certified. quell plan --html also estimates ε for other noise, for the recommended mechanism.");
-}
-
-const DATA = JSON.parse(element("data").textContent);
-if (DATA.plan) showPlan(DATA.plan);
+let resized = 0;
+addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(() => shown && showChoice(shown), 150);
+});
