@@ -33,9 +33,10 @@ format: $(STAMP)
 demo: $(STAMP)  ## train on digits without privacy, with DP-SGD and as planned; verify the plan
 	mkdir -p demo
 	$(BIN)/python examples/digits.py demo/digits.npz
-	$(BIN)/quell train demo/digits.npz --epochs 5 --batch-size 24 --epsilon 8 --delta 1e-4 --runs 3 --seed 0 --plot demo/training.png --html demo/training.html --save-plan demo/plan.json --save-weights demo/weights.pt --save-report demo/privacy.md
-	$(BIN)/quell verify demo/plan.json
-	@echo "Look at demo/training.html and demo/training.png"
+	rm -rf demo/digits-private
+	$(BIN)/quell train demo/digits.npz --classes 10 --epochs 5 --batch-size 24 --epsilon 8 --delta 1e-4 --baselines --runs 3 --seed 0 --out demo/digits-private --plot demo/training.png
+	$(BIN)/quell verify demo/digits-private/plan.json
+	@echo "Look at demo/digits-private/page.html and demo/training.png"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/core.py
