@@ -49,11 +49,13 @@ bench: $(STAMP)
 attack: $(STAMP)  ## try to break every promise; writes attacks/results.md (about 20 minutes)
 	$(BIN)/python -m attacks --write
 
-docs: $(STAMP)  ## docs/api.md, from the docstrings
+docs: $(STAMP)  ## docs/api.md, from the docstrings, and the site: open site/index.html
 	$(BIN)/python -m tools.api
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 screenshot: $(STAMP)  ## the picture in docs/report.md; needs Chromium
 	$(BIN)/python -m tests.page.screenshot docs/report.png
 
 clean:
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

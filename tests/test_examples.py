@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ALONE = ("digits.py", "fsdp.py")  # with a test of their own
+ALONE = ("digits.py", "fsdp.py", "patients.py")  # with a test of their own
 SLOW = ("cifar10.py", "vit.py", "bert_lora.py", "gpt.py", "lightning_module.py")
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in ALONE)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#:]+)(#[^)\s]*)?\)")
 _REMOTE = re.compile(r"<(?:script|img|iframe|link)[^>]*\s(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
 
 
+@cache
 def pages() -> list[Path]:
     """All pages of the site, by their place in the repository: docs/, and what is linked from there."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
