@@ -71,10 +71,10 @@ def test_what_a_model_keeps_of_its_columns_comes_back():
 
 
 WRONG = {
-    "--target COLUMN": Known(),
+    "with --target: it has age, city": Known(),
     "--classes 'no,yes' are those": Known("bought"),
     "quell train predicts classes": Known("age"),
-    "has the columns age, city, code, remark, bought": Known("price", "no,yes"),
+    "is no column of": Known("price", "no,yes"),
     "--range 'size'": Known("bought", "no,yes", ["size=0:1"]),
     "--drop 'size'": Known("bought", "no,yes", dropped=["size"]),
     "cannot be a --category and have a --range": Known("bought", "no,yes", ["age=0:1"], ["age"]),

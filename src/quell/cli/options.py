@@ -47,6 +47,7 @@ NUMBER: dict[str, Any] = {"parser": _number, "metavar": "<number>"}
 the_run, optimizer, goal = _panel("The run and its promise"), _panel("The optimizer"), _panel("The goal")
 limit, user, output = _panel("Limits"), _panel("Privacy per user instead of per example"), _panel("Output")
 design, training = _panel("The mechanism's parameters", metavar="<text>"), _panel("Training")
+stated = _panel("What is known about the data", metavar="<text>")
 
 _ALL = ", ".join(SCHEMES)
 _DIVERGENT = ", ".join(family.name for family in FAMILIES.values() if DIVERGENCE in family.takes)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from quell.cli import options, terminal
-from quell.cli.options import output, training
+from quell.cli.options import output, stated, training
 from quell.errors import QuellError
 from quell.files import require_writable
 from quell.show import tables
@@ -20,17 +20,13 @@ _BATCH = "Examples per step. Default: a fortieth of them, 16 to 1,024."
 _RANGE = "COLUMN=LOW:HIGH, the range of a column's numbers (repeat it); LOW:HIGH for arrays. Taken for public."
 
 
-def _data(text: str, *names: str) -> object:
-    return typer.Option(*names, help=text, rich_help_panel="What is known about the data")
-
-
 def train(
     file: Annotated[Path, typer.Argument(help=_FILE)],
-    target: Annotated[str | None, _data("The column to predict.")] = None,
-    classes: Annotated[str | None, _data(_CLASSES)] = None,
-    ranges: Annotated[list[str] | None, _data(_RANGE, "--range")] = None,
-    category: Annotated[list[str] | None, _data("A column whose numbers are names (repeat it).")] = None,
-    drop: Annotated[list[str] | None, _data("A column that the model must not see (repeat it).")] = None,
+    target: Annotated[str | None, stated("The column to predict.")] = None,
+    classes: Annotated[str | None, stated(_CLASSES)] = None,
+    ranges: Annotated[list[str] | None, stated(_RANGE, "--range")] = None,
+    category: Annotated[list[str] | None, stated("A column whose numbers are names (repeat it).")] = None,
+    drop: Annotated[list[str] | None, stated("A column that the model must not see (repeat it).")] = None,
     epsilon: Annotated[float, options.the_run(options.EPSILON, **options.NUMBER)] = 8.0,
     delta: options.Delta = None,
     epochs: Annotated[int, options.the_run("Passes over the data.", **options.COUNT)] = 10,

@@ -106,8 +106,7 @@ def columns_of(
     dropped: Sequence[str] = (),
 ) -> Columns:
     """All columns of a table but the target and those that are dropped, as the user described them."""
-    with _opened(path) as rows:
-        header = _header(path, rows)
+    header = header_of(path)
     for option, names in (
         ("--target", [target]),
         ("--range", ranges),
@@ -116,7 +115,7 @@ def columns_of(
     ):
         for name in names:
             if name not in header:
-                raise QuellError(f"{option} {short(name)}: {path} has the columns {', '.join(header)}")
+                raise QuellError(f"{option} {short(name)} is no column of {path}: it has {', '.join(header)}")
     both = set(ranges) & set(categories)
     if both:
         raise QuellError(f"the column {short(both.pop())} cannot be a --category and have a --range: leave one out")
@@ -124,6 +123,12 @@ def columns_of(
     if not kept:
         raise QuellError(f"{path} has no column left to learn from: drop fewer")
     return Columns(tuple(Column(name, ranges.get(name), name in categories) for name in kept))
+
+
+def header_of(path: Path) -> list[str]:
+    """The names of a table's columns."""
+    with _opened(path) as rows:
+        return _header(path, rows)
 
 
 def encoded(path: Path, columns: Columns) -> NDArray[np.float32]:
