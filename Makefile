@@ -39,9 +39,10 @@ format: $(STAMP)
 demo: $(STAMP)  ## train on digits without privacy, with DP-SGD and as planned; verify the plan
 	mkdir -p demo
 	$(BIN)/python examples/digits.py demo/digits.npz
-	$(BIN)/quell train demo/digits.npz --epochs 5 --batch-size 24 --epsilon 8 --delta 1e-4 --runs 3 --seed 0 --plot demo/training.png --html demo/training.html --save-plan demo/plan.json --save-weights demo/weights.pt --save-report demo/privacy.md
-	$(BIN)/quell verify demo/plan.json
-	@echo "Look at demo/training.html and demo/training.png"
+	rm -rf demo/digits-private
+	$(BIN)/quell train demo/digits.npz --classes 10 --epochs 5 --batch-size 24 --epsilon 8 --delta 1e-4 --baselines --runs 3 --seed 0 --out demo/digits-private --plot demo/training.png
+	$(BIN)/quell verify demo/digits-private/plan.json
+	@echo "Look at demo/digits-private/page.html and demo/training.png"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/core.py
@@ -54,11 +55,13 @@ bench: $(STAMP)
 attack: $(STAMP)  ## try to break every promise; writes attacks/results.md (about 20 minutes)
 	$(BIN)/python -m attacks --write
 
-docs: $(STAMP)  ## docs/api.md, from the docstrings
+docs: $(STAMP)  ## docs/api.md, from the docstrings, and the site: open site/index.html
 	$(BIN)/python -m tools.api
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 screenshot: demo  ## the pictures of the pages in docs/images; needs Chromium
 	$(BIN)/python -m tests.page.screenshot docs/images demo/training.html
 
 clean:
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

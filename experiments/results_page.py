@@ -435,12 +435,28 @@ def plot_training() -> None:
         for epoch, values in enumerate(zip(*(run["epochs"] for run in runs), strict=True), start=1):
             points.append(point(panel, curve, epoch, values))
     lines("cifar10", points, "epoch", "test accuracy, %", log="")
+    lines("gain", gain(), "epoch", "test accuracy, %", log="")
     accuracy, _ = studied("lambda_sweep")
     points = [
         point(SAMPLINGS[sampling], f"ε={epsilon:g}", float(label.split()[1]), values)
         for (label, epsilon, sampling), values in accuracy.items()
     ]
     lines("lambda_sweep", points, "λ", "accuracy, %", log="")
+
+
+def gain() -> list[Entry]:
+    """The README's picture: the same network and promise, with the noise and batches of three libraries."""
+    names = {
+        (PLANNED, "balls_in_bins"): "Quell's plan",
+        ("BandMF p=16", "cyclic_poisson"): "BandMF",
+        ("DP-SGD", "poisson"): "DP-SGD",
+    }
+    runs = tuned_runs()
+    return [
+        point("CIFAR-10, each at (9, 10⁻⁵)-DP", curve, epoch, values)
+        for key, curve in names.items()
+        for epoch, values in enumerate(zip(*(run["epochs"] for run in runs[key]), strict=True), start=1)
+    ]
 
 
 def grouped(runs: Iterable[Entry], *keys: str) -> dict[tuple[Any, ...], list[Entry]]:

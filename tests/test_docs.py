@@ -1,7 +1,8 @@
 """Documentation that shows something must show what really happens.
 
 Every `$ command` in a ```console block runs. The output lines shown must be its real output from the first to the last;
-"..." stands for lines left out. Every ```python block runs top to bottom, one namespace per page.
+"..." stands for lines left out. Every ```python block runs top to bottom, one namespace per page. Links and their
+anchors lead somewhere, and every page is in the navigation of the site (`make docs` checks more, with MkDocs).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quell import cli
+from tools import site
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,7 +60,7 @@ def test_console_blocks_show_real_output(page, text, tmp_path, monkeypatch):
         require_shown(shown_lines(expected), shown_lines(result.output), page.name)
 
 
-SLOW = ("jax.md", "from-jax-privacy.md", "noise.md")  # whose compiling takes long
+SLOW = ("jax.md", "from-jax-privacy.md", "noise.md", "from-opacus.md", "lora.md")  # which import or compile for long
 
 
 @pytest.mark.parametrize(
@@ -75,3 +77,29 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         pytest.importorskip("jax_privacy")
     for text in texts:
         exec(compile(text, str(page), "exec"), namespace)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [page for page in site.pages() if page.suffix == ".md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for label, target, anchor in site.LINK.findall(site.without_code(page.read_text())):
+        path = (page.parent / target).resolve()
+        assert path.exists(), f"{label} leads to {target}"
+        assert not anchor or anchor[1:] in anchors(path), f"{label} leads to {target}{anchor}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    named = re.findall(r"([\w/-]+\.md)$", navigation, re.MULTILINE)
+    assert sorted(named) == sorted(set(named))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(named)
+    assert all(name in map(site.place, site.pages()) for name in named)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,20 @@ from quell.budget.claims import search_claim
 from quell.errors import QuellError
 from quell.planning import Plan, Prices
 from quell.planning.file import certified
-from quell.privacy.selection import Trials
+from quell.privacy.profile import PointProfile
+from quell.privacy.selection import Trials, selected_epsilon
 from quell.run import Promise, Run
 from quell.show import outcomes
-from quell.train import command, comparison
+from quell.train import command, comparison, counting
 from quell.train.models import build
+from quell.train.saved import Model
 from quell.tuning import TuningPlan
 from quell.tuning import plan as tuning_plan
 from tests import documented
 
 ROOT = Path(__file__).parent.parent.parent
 OPTIONS = ["--epochs", "2", "--batch-size", "20", "--epsilon", "8", "--delta", "1e-3", "--sampling", "cyclic"]
+CLASSES = ["--classes", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,56 +55,103 @@ def file(tmp_path):
     return tmp_path / "data.npz"
 
 
-def train(file, *arguments: str):
-    result = CliRunner().invoke(cli.app, ["train", str(file), *OPTIONS, *arguments], env={"COLUMNS": "80"})
+def train(file, *arguments: str, options=(*OPTIONS, *CLASSES)):
+    if "--out" not in arguments:
+        arguments = (*arguments, "--out", tempfile.mkdtemp(dir=file.parent))
+    result = CliRunner().invoke(cli.app, ["train", str(file), *options, *arguments], env={"COLUMNS": "80"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
     return result
 
 
-def test_train_shows_three_rows_and_writes_what_was_asked_for(file, tmp_path):
-    names = ["weights.pt", "plan.json", "report.md", "curves.png", "page.html"]
-    options = ["--save-weights", "--save-plan", "--save-report", "--plot", "--html"]
-    wanted = [part for option, name in zip(options, names, strict=True) for part in (option, str(tmp_path / name))]
-    text = train(file, "--lr", "0.1", "--runs", "2", *wanted).stdout
-    for shown in (
-        "not private",
-        "DP-SGD",
-        "planned",
-        "Promise of the planned run: (8, 0.001)-DP",
-        "spends as much again",
-    ):
+def test_train_shows_three_rows_and_writes_what_a_colleague_needs(file, tmp_path):
+    out = tmp_path / "out"
+    options = ("--lr", "0.1", "--runs", "2", "--out", str(out), "--plot", str(tmp_path / "curves.png"))
+    text = train(file, "--baselines", *options).stdout
+    for shown in ("not private", "DP-SGD", "planned", "Promise of the planned run: (8, 0.001)-DP", "not for others"):
         assert shown in " ".join(text.split())
     assert "…" not in text.split("The plan")[0], "the table is cut off in 80 columns"
-    model = build("auto", (6,), 2)
-    model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
-    report = (tmp_path / "report.md").read_text()
+    assert Model.load(out).classes == ("0", "1")
+    report = (out / "privacy.md").read_text()
     assert "256 bits from the operating system" in report
-    assert "spends as much again" in report
-    assert json.loads((tmp_path / "plan.json").read_text())["run"]["examples"] == 150
+    assert "50 examples that were held out from training, with noise" in report
+    assert json.loads((out / "plan.json").read_text())["run"]["examples"] == 150
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "page.html").read_text()
+    page = (out / "page.html").read_text()
     assert "planned" in page
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_weights_and_report_are_written_before_anything_that_can_be_made_again(file, tmp_path, monkeypatch):
+def test_a_table_becomes_a_model_that_predicts(tmp_path):
+    """From a .csv file to predictions, with every default but the speed."""
+    maker, path = np.random.default_rng(3), tmp_path / "people.csv"
+    ages, cities = maker.integers(10, 90, 400), maker.choice(["Oslo", "Rome"], 400)
+    rows = [f"{age},{city},{'yes' if age > 50 else 'no'}" for age, city in zip(ages, cities, strict=True)]
+    path.write_text("\n".join(["age,city,bought", *rows]))
+    known = ("--target", "bought", "--classes", "no,yes", "--range", "age=0:100", "--lr", "0.5", "--sampling", "cyclic")
+    text = " ".join(train(path, "--out", str(tmp_path / "out"), options=known).stdout.split())
+    assert "300 examples, batches of 16, 10 epochs" in text
+    assert "Target: (8, 0.0001)-DP" in text
+    assert "Taken for public: the number of rows, the names of the columns" in text
+    (tmp_path / "new.csv").write_text("city,age\nRome,12\nOslo,88\n")
+    result = CliRunner().invoke(cli.app, ["predict", str(tmp_path / "out"), str(tmp_path / "new.csv")])
+    assert [line.split(",")[0] for line in result.stdout.split()] == ["class", "no", "yes"]
+    wanted = ["predict", str(tmp_path / "out" / "model.pt"), str(path), "--out", str(tmp_path / "found.csv")]
+    assert CliRunner().invoke(cli.app, wanted).exit_code == 0
+    found = [line.split(",")[0] for line in (tmp_path / "found.csv").read_text().split()[1:]]
+    assert np.mean([guess == row.split(",")[2] for guess, row in zip(found, rows, strict=True)]) > 0.75
+
+
+def test_a_model_refuses_what_it_was_not_made_for(file, tmp_path):
+    train(file, "--lr", "0.1", "--out", str(tmp_path / "out"))
+    model = Model.load(tmp_path / "out")
+    assert len(model.predict(file)) == 200
+    np.savez(tmp_path / "other.npz", x=np.zeros((2, 5)))
+    with pytest.raises(QuellError, match=r"shape \(5,\), but the model was trained with \(6,\)"):
+        model.predict(tmp_path / "other.npz")
+    (tmp_path / "broken.pt").write_bytes(b"no model")
+    with pytest.raises(QuellError, match="is not a model"):
+        Model.load(tmp_path / "broken.pt")
+
+
+def test_an_earlier_model_is_not_overwritten(file, tmp_path):
+    train(file, "--lr", "0.1", "--out", str(tmp_path / "out"))
+    with pytest.raises(QuellError, match="is not empty"):
+        train(file, "--lr", "0.1", "--out", str(tmp_path / "out"))
+
+
+def test_model_and_report_are_written_before_anything_that_can_be_made_again(file, tmp_path, monkeypatch):
     def full_disk(*_):
         raise QuellError("no space left")
 
     for module, name in ((command.plots, "draw_training"), (command, "write_page"), (Plan, "save")):
         monkeypatch.setattr(module, name, full_disk)
-    wanted = {"--save-weights": "w.pt", "--save-report": "r.md", "--save-plan": "p", "--plot": "p.png", "--html": "h"}
-    arguments = [part for option, name in wanted.items() for part in (option, str(tmp_path / name))]
     with pytest.raises(QuellError, match="no space left"):
-        train(file, "--no-baselines", "--lr", "0.1", *arguments)
-    assert torch.load(tmp_path / "w.pt", weights_only=True)
-    assert "256 bits" in (tmp_path / "r.md").read_text()
+        train(file, "--lr", "0.1", "--out", str(tmp_path / "out"))
+    assert Model.load(tmp_path / "out")
+    assert "256 bits" in (tmp_path / "out" / "privacy.md").read_text()
+
+
+def test_held_out_examples_are_counted_with_noise(file, monkeypatch):
+    """Half of ε on the last accuracy, the rest on the others; a third of ε on a trial's score. None with a seed."""
+    asked = []
+    monkeypatch.setattr(counting, "noisy", lambda count, most, epsilon: (asked.append((most, epsilon)), count)[1])
+    monkeypatch.setattr(command, "TRIALS", 1.5)
+    train(file, "--lr", "0.1", "--epochs", "3")
+    assert asked == [(50, 2.0), (50, 2.0), (50, 4.0)]
+    asked.clear()
+    train(file, "--epochs", "1")
+    assert asked[:2] == [(50, 8.0), (22, 8 / 3)]
+    trial = PointProfile(((8 / 3, 0.0),))  # all that is known of a score: pure ε
+    assert selected_epsilon([trial], Trials(comparison.TRIALS, comparison.LAW), 1e-9) <= 8.0 * (1 + 1e-6)
+    asked.clear()
+    train(file, "--lr", "0.1", "--seed", "1")
+    assert asked == []
 
 
 def test_a_model_without_privacy_learns_and_json_tells_all(file):
-    found = json.loads(train(file, "--seed", "1", "--lr", "0.1", "--json").stdout)
+    found = json.loads(train(file, "--baselines", "--seed", "1", "--lr", "0.1", "--json").stdout)
     assert documented.in_tables("train") == [found.keys(), found["arms"][0].keys()]
     plain, dpsgd, planned = found["arms"]
     assert plain["finals"][0] > 0.95
@@ -111,9 +162,9 @@ def test_a_model_without_privacy_learns_and_json_tells_all(file):
 
 def test_a_seed_repeats_the_runs_and_no_seed_does_not(file):
     def weights(*arguments: str) -> torch.Tensor:
-        path = file.with_name("weights.pt")
-        train(file, "--no-baselines", "--lr", "0.1", "--save-weights", str(path), *arguments)
-        return torch.cat([value.ravel() for value in torch.load(path, weights_only=True).values()])
+        folder = tempfile.mkdtemp(dir=file.parent)
+        train(file, "--lr", "0.1", "--out", folder, *arguments)
+        return torch.cat([value.ravel() for value in Model.load(folder).network.state_dict().values()])
 
     assert torch.equal(weights("--seed", "4"), weights("--seed", "4"))
     assert not torch.equal(weights("--seed", "4"), weights("--seed", "5"))
@@ -123,12 +174,12 @@ def test_a_seed_repeats_the_runs_and_no_seed_does_not(file):
 def test_the_search_is_inside_the_promise_and_keeps_its_scores(file, tmp_path, monkeypatch):
     """Trials are scored on held-out examples; only the best one's rate, curve, model and report come out."""
     asked, drawn = [], []
-    real, draw = comparison.accuracy, Trials.draw
-    monkeypatch.setattr(comparison, "accuracy", lambda model, part: (asked.append(len(part)), real(model, part))[1])
+    real, draw = comparison.correct, Trials.draw
+    monkeypatch.setattr(comparison, "correct", lambda model, part: (asked.append(len(part)), real(model, part))[1])
     monkeypatch.setattr(Trials, "draw", lambda *given: (drawn.append(draw(*given)), drawn[-1])[1])
     monkeypatch.setattr(comparison, "GRID", (0.5, 1.0))
     monkeypatch.setattr(command, "TRIALS", 3.0)
-    wanted = ["--save-report", str(tmp_path / "report.json"), "--save-plan", str(tmp_path / "plan.json")]
+    wanted = ["--out", str(tmp_path / "out"), "--baselines"]
     found = json.loads(train(file, "--epochs", "1", "--json", *wanted).stdout)
     plain, *private = found["arms"]
     assert plain["searched"][plain["learning_rate"]] == max(plain["searched"].values())
@@ -139,10 +190,10 @@ def test_the_search_is_inside_the_promise_and_keeps_its_scores(file, tmp_path, m
     assert any("22 examples held out" in note for note in found["notes"])
     assert found["promise"].startswith("(8, 0.001)-DP per example")
     assert found["promise"].endswith("the search for a learning rate included")
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "out" / "privacy.json").read_text())
     assert (report["epsilon_at_the_end"], report["epsilon_so_far"]) == (8.0, 8.0)
     assert "best of a random number of runs" in report["search"]
-    plan = json.loads((tmp_path / "plan.json").read_text())
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     kind = certified(plan["run"], plan["mechanisms"][0])
     assert plan["run"]["promise"]["epsilon"] < 7.0
     assert 7.7 < search_claim(Trials(3.0), [kind], 1e-3).epsilon <= 8.0
@@ -152,15 +203,15 @@ def test_the_search_is_inside_the_promise_and_keeps_its_scores(file, tmp_path, m
 def test_runs_are_charged_to_a_budget(file, tmp_path, options, monkeypatch):
     monkeypatch.setattr(command, "TRIALS", 2.0)
     budget = Budget.create(tmp_path / "b", name="x", epsilon=9.0, delta=1e-3)
-    with pytest.raises(QuellError, match="add --no-baselines"):
-        train(file, "--budget", str(budget.path), *options)
+    with pytest.raises(QuellError, match="drop --baselines"):
+        train(file, "--budget", str(budget.path), "--baselines", *options)
     with pytest.raises(QuellError, match="has no privacy that a budget could count"):
-        train(file, "--budget", str(budget.path), "--no-baselines", "--seed", "1", *options)
-    train(file, "--budget", str(budget.path), "--no-baselines", *options)
+        train(file, "--budget", str(budget.path), "--seed", "1", *options)
+    train(file, "--budget", str(budget.path), *options)
     (entry,) = budget.entries
     assert (entry.kind, entry.epsilon) == ("bisr", 8.0) if options else entry.kind == "search"
     with pytest.raises(QuellError, match="does not suffice"):
-        train(file, "--budget", str(budget.path), "--no-baselines", *options)
+        train(file, "--budget", str(budget.path), *options)
 
 
 @pytest.mark.parametrize("sampling", ["cyclic", pytest.param("poisson", marks=pytest.mark.slow)])
@@ -204,10 +255,9 @@ WRONG = {
     "a cnn needs images": ["--model", "cnn"],
     "lr=-1 must be positive": ["--lr", "-1"],
     "runs=0": ["--runs", "0"],
-    "must end in .md or .json": ["--save-report", "report.pdf"],
     "ending in .png, .svg or .pdf": ["--plot", "plot.foo"],
-    "it is a folder": ["--save-plan", "."],
-    "there is no folder": ["--save-weights", "nowhere/weights.pt"],
+    "cannot make the folder": ["--out", "/dev/null/out"],
+    "there is no folder": ["--plot", "nowhere/plot.png"],
     "larger than the data set": ["--batch-size", "1000"],
     "max_grad_norm": ["--clip", "0"],
     "seed=-1": ["--seed", "-1"],
@@ -227,9 +277,11 @@ def test_on_digits_planned_runs_beat_dpsgd_on_average(tmp_path, monkeypatch):
     monkeypatch.undo()
     recipe = (ROOT / "Makefile").read_text()
     line = next(line for line in recipe.splitlines() if "quell train" in line)
-    options = line.split("demo/digits.npz")[1].split("--plot")[0].split()
+    options = line.split("demo/digits.npz")[1].split("--out")[0].split()
     runpy.run_path(str(ROOT / "examples" / "digits.py"))["write"](str(tmp_path / "digits.npz"))
-    result = CliRunner().invoke(cli.app, ["train", str(tmp_path / "digits.npz"), *options, "--json"])
+    result = CliRunner().invoke(
+        cli.app, ["train", str(tmp_path / "digits.npz"), *options, "--json", "--out", str(tmp_path / "out")]
+    )
     assert result.exit_code == 0, result.output
     plain, dpsgd, planned = json.loads(result.stdout)["arms"]
     assert len(planned["finals"]) == 3

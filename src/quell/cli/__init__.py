@@ -53,6 +53,7 @@ for command in (
     verify.verify,
     audit.audit,
     train.train,
+    train.predict,
     tune.tune,
     mechanisms.mechanisms,
 ):

@@ -18,7 +18,11 @@ EXAMPLES = {
     "verify": ["quell verify plan.json"],
     "audit": ["quell audit plan.json"],
     "serve": ["quell serve --examples 50k --batch-size 500"],
-    "train": ["quell train data.npz --epochs 5 --epsilon 8 --html training.html"],
+    "train": [
+        "quell train my.csv --target outcome --classes no,yes \\\n    --range age=0:120",
+        "quell train data.npz --classes 10",
+    ],
+    "predict": ["quell predict my-private new.csv --out predictions.csv"],
     "tune": ["quell tune --examples 50k --batch-size 256,512 \\\n    --epochs 10 --epsilon 8"],
     "bench": ["quell bench --parameters 10M"],
     "mechanisms": ["quell mechanisms"],

@@ -47,6 +47,7 @@ NUMBER: dict[str, Any] = {"parser": _number, "metavar": "<number>"}
 the_run, optimizer, goal = _panel("The run and its promise"), _panel("The optimizer"), _panel("The goal")
 limit, user, output = _panel("Limits"), _panel("Privacy per user instead of per example"), _panel("Output")
 design, training = _panel("The mechanism's parameters", metavar="<text>"), _panel("Training")
+stated = _panel("What is known about the data", metavar="<text>")
 
 _ALL = ", ".join(SCHEMES)
 _DIVERGENT = ", ".join(family.name for family in FAMILIES.values() if DIVERGENCE in family.takes)
@@ -64,8 +65,8 @@ def _scheme_names(incomplete: str) -> list[str]:
 
 _MECHANISM = "A mechanism's name (see quell mechanisms), or a row of a table: 'blt d=2'. Required."
 MechanismName = Annotated[str | None, typer.Argument(help=_MECHANISM, autocompletion=mechanism_names)]
-_EPSILON = "Privacy budget epsilon. Smaller is more private; 1 to 10 is common."
-Epsilon = Annotated[float | None, the_run(f"{_EPSILON} Required.", **NUMBER)]
+EPSILON = "Privacy budget epsilon. Smaller is more private; 1 to 10 is common."
+Epsilon = Annotated[float | None, the_run(f"{EPSILON} Required.", **NUMBER)]
 _DELTA = "Privacy parameter delta: at most 1/examples. Default: a power of ten, at most 1/(10 * examples)."
 Delta = Annotated[float | None, the_run(_DELTA, **NUMBER)]
 Examples = Annotated[int | None, the_run("Examples in the training set: 50000, 50,000 or 50k. Required.", **COUNT)]

@@ -1,25 +1,37 @@
-"""`quell train`."""
+"""`quell train` and `quell predict`."""
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quell.cli import options, terminal
-from quell.cli.options import output, training
+from quell.cli.options import output, stated, training
 from quell.errors import QuellError
+from quell.files import require_writable
 from quell.show import tables
+
+_FILE = "A .csv or .tsv table; or arrays x and y (and x_test, y_test), in an .npz file or a folder of .npy files."
+_CLASSES = "The classes, separated by commas; for arrays also how many. Taken for public."
+_BATCH = "Examples per step. Default: a fortieth of them, 16 to 1,024."
+_RANGE = "COLUMN=LOW:HIGH, the range of a column's numbers (repeat it); LOW:HIGH for arrays. Taken for public."
 
 
 def train(
-    file: Annotated[Path, typer.Argument(help="An .npz file with arrays x and y, and optionally x_test and y_test.")],
-    epochs: options.Epochs = None,
-    epsilon: options.Epsilon = None,
+    file: Annotated[Path, typer.Argument(help=_FILE)],
+    target: Annotated[str | None, stated("The column to predict.")] = None,
+    classes: Annotated[str | None, stated(_CLASSES)] = None,
+    ranges: Annotated[list[str] | None, stated(_RANGE, "--range")] = None,
+    category: Annotated[list[str] | None, stated("A column whose numbers are names (repeat it).")] = None,
+    drop: Annotated[list[str] | None, stated("A column that the model must not see (repeat it).")] = None,
+    epsilon: Annotated[float, options.the_run(options.EPSILON, **options.NUMBER)] = 8.0,
     delta: options.Delta = None,
-    batch_size: Annotated[int, options.the_run("Examples per step.", **options.COUNT)] = 32,
-    model: Annotated[str, training("linear, mlp or cnn; auto chooses by the shape of x.")] = "auto",
+    epochs: Annotated[int, options.the_run("Passes over the data.", **options.COUNT)] = 10,
+    batch_size: Annotated[int | None, options.the_run(_BATCH, **options.COUNT)] = None,
+    model: Annotated[str, training("linear, mlp or cnn; auto chooses by the shape of the examples.")] = "auto",
     lr: Annotated[
         float | None, training("Learning rate. Default: each run's best of a few trials, which the promise covers.")
     ] = None,
@@ -27,34 +39,35 @@ def train(
     clip: Annotated[float, training("Norm to which every example's gradient is clipped.")] = 1.0,
     sampling: options.Sampling = "best",
     runs: Annotated[int, training("Runs per row, each with its own start and noise.")] = 1,
-    baselines: Annotated[bool, training("Also train without privacy and with DP-SGD.")] = True,
+    baselines: Annotated[
+        bool, training("Compare with training without privacy and with DP-SGD. Results are then not to be shared.")
+    ] = False,
     seed: Annotated[int | None, training("Make runs repeatable. Voids privacy: for public data only.")] = None,
     budget: Annotated[Path | None, training("Charge every run, with its trials, to this budget.")] = None,
-    save_weights: Annotated[Path | None, output("Write the planned model's state_dict, for torch.")] = None,
-    save_plan: Annotated[Path | None, output("Write the plan, for quell verify.")] = None,
-    save_report: Annotated[Path | None, output("Write the privacy report: .md or .json.")] = None,
+    out: Annotated[Path | None, output("Folder for model, report, plan and page. Default: FILE-private, here.")] = None,
     plot: options.Plot = None,
-    html: Annotated[Path | None, output("Write results and curves as one web page.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Train a small model on your arrays: without privacy, with DP-SGD, and as planned.
+    """Train a small model on your own data, with differential privacy.
 
-    x has shape (examples, features), or (examples, height, width) for images, with channels first or last. y holds
-    integers from 0. Bytes are read as pixels and other numbers as they are. Without x_test a quarter of the examples
-    is held out for testing.
+    Nothing is looked up in the data without noise: a number in a table is scaled by the --range you give, or by a fixed
+    function (asinh); other texts are hashed. In arrays bytes are read as pixels and other numbers as they are, unless
+    there is a --range. A quarter of the examples is held out for testing unless there are test arrays.
     """
-    asked = options.require("train", {"epochs": epochs, "epsilon": epsilon})
     try:
         from quell.train import command
+        from quell.train.data import Known
     except ModuleNotFoundError as missing:
-        raise QuellError(f"quell train needs {missing.name}: pip install 'quell[torch]'") from missing
+        raise _needs(missing) from missing
 
+    folder = command.Folder(out or Path(f"{file.resolve().stem}-private"), plot)
     with terminal.progress() as advance:
         found = command.train(
             file,
-            files := command.Files(save_weights, save_plan, save_report, plot, html),
+            folder,
             advance,
             lambda row: terminal.errors.print(f"{row.arm.name}: {row.mean:.1%} at lr {row.rates}", highlight=False),
+            known=Known(target, classes, ranges or (), category or (), drop or ()),
             model=model,
             learning_rate=lr,
             max_grad_norm=clip,
@@ -63,7 +76,8 @@ def train(
             seed=seed,
             budget=budget,
             batch_size=batch_size,
-            **asked,
+            epochs=epochs,
+            epsilon=epsilon,
             delta=delta,
             momentum=momentum,
             sampling=sampling,
@@ -76,4 +90,31 @@ def train(
     for line in (found["verdict"], f"Promise of the planned run: {found['promise']}.", *found["notes"]):
         if line is not None:
             terminal.say(line)
-    terminal.say_written(files.wanted)
+    terminal.say_written(folder.files)
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="The folder that quell train wrote, or its model.pt.")],
+    file: Annotated[
+        Path, typer.Argument(help="A table with the same columns, or arrays: x in an .npz file or folder.")
+    ],
+    out: Annotated[Path | None, output("Write a .csv file instead of printing.")] = None,
+) -> None:
+    """Predict the classes of new examples with a model of quell train: one line each, with its probability."""
+    try:
+        from quell.train.saved import Model
+    except ModuleNotFoundError as missing:
+        raise _needs(missing) from missing
+
+    require_writable([out])
+    found = [("class", "probability"), *((name, f"{share:.4f}") for name, share in Model.load(model).predict(file))]
+    if out is None:
+        csv.writer(typer.get_text_stream("stdout")).writerows(found)
+        return
+    with open(out, "w", newline="", encoding="utf-8") as text:
+        csv.writer(text).writerows(found)
+    terminal.say_written([out])
+
+
+def _needs(missing: ModuleNotFoundError) -> QuellError:
+    return QuellError(f"this command needs {missing.name}: pip install 'quell[torch]'")

@@ -48,20 +48,48 @@ def verdict(planned: Sequence[float], dpsgd: Sequence[float]) -> str:
     return f"The plan is {abs(margin):.1f} points {'above' if margin >= 0 else 'below'} DP-SGD, {doubt}."
 
 
-def training_notes(seeded: bool, several: bool, validation: int, test: int) -> list[str]:
-    """What the promise does not cover. `validation` and `test` count examples held out for them (0: none)."""
+def training_notes(
+    seeded: bool, compared: bool, runs: int, validation: int, test: int, points: float, table: bool, budget: bool
+) -> list[str]:
+    """What the promise covers beside the model's weights, and what it does not cover.
+
+    Args:
+        seeded: Whether a seed voids all privacy.
+        compared: Whether the same model was also trained without privacy and with DP-SGD.
+        runs: How often each was trained.
+        validation, test: How many examples were held out to choose learning rates on (0: none) and to test on.
+        points: The standard deviation of the noise in the accuracy, in percentage points.
+        table: Whether the examples are rows of a table.
+        budget: Whether the run was charged to one.
+    """
     found = []
     if seeded:
         found.append("A seed makes the runs repeatable and voids their privacy: leave it out for data that matters.")
-    elif several:
+    elif compared:
+        found.append(
+            "The promise is that of one planned run. The row that is not private has none, and each further private "
+            "run spends as much again: this comparison is for you, not for others."
+        )
+    elif runs > 1:
         found.append("The promise is that of one planned run; each further run that you publish spends as much again.")
     if validation:
+        protected = "" if seeded else ", by scores with noise, so that the promise holds for these examples too"
         found.append(
-            f"Learning rates were chosen on {validation:,} examples held out from training, which the promise does not "
-            "protect, from the same grid for all rows. Each private run is the best of a random number of trials. The "
-            "promise covers all of them, as long as their number, their scores and the other models stay secret. A "
-            "saved plan is that of one trial."
+            f"Learning rates were chosen on {validation:,} examples held out from training{protected}. All rows choose "
+            "from the same grid. Each private run is the best of a random number of trials. The promise covers all of "
+            "them, as long as their number, their scores and the other models stay secret. A saved plan is that of one "
+            "trial."
         )
-    if test:
-        found.append(f"Accuracy is measured on {test:,} examples held out from the file.")
+    protected = (
+        ""
+        if seeded
+        else f", with noise that protects them as the promise says (a standard deviation of {points:.2g} points)"
+    )
+    found.append(f"Accuracy is measured on {test:,} examples that were held out from training{protected}.")
+    known = "the number of rows, the names of the columns" if table else "the number and the shape of the examples"
+    found.append(f"Taken for public: {known}, and what was stated with the command (classes, ranges).")
+    if budget and not seeded:
+        found.append(
+            "The budget counts what training spends, and not what held-out examples spend on each run's accuracy."
+        )
     return found

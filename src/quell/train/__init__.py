@@ -1,5 +1,6 @@
-"""`quell train` and `make demo`: train a small model on a user's arrays without privacy, with DP-SGD, and as planned.
+"""`quell train`, `quell predict` and `make demo`: a small model of a user's table or arrays, trained with privacy.
 
-`data` reads the arrays, `models` builds a small model, `comparison` trains in the three ways, `content` says what came
-out, `command` does it all.
+`table` and `arrays` read files, `data` checks and splits the examples, `models` builds a small model, `comparison`
+trains as planned (and, if asked, without privacy and with DP-SGD), `counting` counts with noise, `content` says what
+came out, `saved` keeps the model, `command` does it all.
 """

@@ -3,6 +3,11 @@
 Learning rates are chosen on examples held out from training. Each private run is the best of a random number of trials
 (`quell.tuning`), all of which its promise covers. The reported accuracies come from other test examples. DP-SGD uses
 the allowed sampling scheme with which it needs the least noise, as everywhere else.
+
+Every example is in one part: to train on, to choose on, or to test on. The promise holds for the last two because what
+is asked of them is counted with noise. The best of a geometric number of trials, each with an ε-private score, is
+3ε-private for the examples behind the scores (Proof 19, with a trial whose δ is 0 from ε on), so a score gets a third
+of ε. The accuracy after the last epoch gets half of it, and those after the others share the rest.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from quell.planning import Mechanism, Plan, Prices
 from quell.planning.search import Progress
 from quell.run import Run
 from quell.torch import make_private
+from quell.train import counting
 from quell.train.data import Data, Part
 from quell.train.models import build
 from quell.tuning import Search, TuningPlan
@@ -60,6 +66,17 @@ class Setting:
     def run(self) -> Run:
         """The run with the promise of all of it, trials included."""
         return self.plan.run if self.search is None else self.plan.run.changed(epsilon=self.search.promise.epsilon)
+
+    def epsilon_of_accuracy(self, epoch: int) -> float:
+        """What the accuracy after an epoch (from 0) spends on the test examples."""
+        epochs = self.plan.epochs
+        shares = 1 if epochs == 1 else 2 if epoch == epochs - 1 else 2 * (epochs - 1)
+        return self.run.epsilon / shares
+
+    @property
+    def epsilon_of_score(self) -> float:
+        """What the score of one trial spends on the validation examples."""
+        return self.run.epsilon / 3
 
 
 @dataclass(frozen=True)
@@ -150,15 +167,20 @@ def compare(
         nonlocal done
         progress(min(done, total), total, f"{arm.name}: {doing}")
         accuracies, run = [], _Training(recipe, arm, rate, seed)
-        for _ in range(recipe.plan.epochs):
+        for epoch in range(recipe.plan.epochs):
             run.epoch()
-            accuracies.append(accuracy(run.model, recipe.data.test))
+            accuracies.append(measured(run.model, recipe.data.test, recipe.epsilon_of_accuracy(epoch)))
             done += 1
             progress(min(done, total), total, f"{arm.name}: {doing}")
         return Trained(rate, accuracies, run.model, run.report())
 
+    def measured(model: nn.Module, part: Part, epsilon: float) -> float:
+        """Accuracy, private for the examples of the part unless a seed voids all privacy."""
+        right = correct(model, part)
+        return (right if recipe.seed is not None else counting.noisy(right, len(part), epsilon)) / len(part)
+
     def validated(found: Trained) -> float:
-        return accuracy(found.model, recipe.data.validation)
+        return measured(found.model, recipe.data.validation, recipe.epsilon_of_score)
 
     def best_of_trials(arm: Arm, number: int) -> Trained:
         """One private run: the best of its trials, with the promise of all of them in its report."""
@@ -187,10 +209,11 @@ def compare(
     return outcomes
 
 
-def accuracy(model: nn.Module, part: Part) -> float:
+def correct(model: nn.Module, part: Part) -> int:
+    """How many examples the model gets right."""
     with torch.no_grad():
         guesses = [model(batch).argmax(1) for batch in torch.from_numpy(part.x).split(1000)]
-    return float((torch.cat(guesses) == torch.from_numpy(part.y)).float().mean())
+    return int((torch.cat(guesses) == torch.from_numpy(part.y)).sum())
 
 
 class _Training:
@@ -202,7 +225,7 @@ class _Training:
         self._dice = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**62, (), generator=self._dice)))
-            self.model = build(recipe.model, recipe.data.shape, recipe.data.classes)
+            self.model = build(recipe.model, recipe.data.shape, len(recipe.data.classes), recipe.data.columns)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=plan.run.optimizer.momentum)
         self._tensors = torch.from_numpy(part.x), torch.from_numpy(part.y)
         self._optimizer, self._loader, self._batches = optimizer, None, plan.run.steps_per_epoch

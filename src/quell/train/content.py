@@ -13,6 +13,7 @@ from quell.show.outcomes import training, training_notes, verdict
 from quell.show.page import write
 from quell.show.page.document import assemble
 from quell.strategy import INDEPENDENT
+from quell.train import counting
 from quell.train.comparison import Outcome, Setting
 
 _KINDS = {"not private": "frontier", "DP-SGD": "dpsgd", "planned": "recommended"}  # of the page's style
@@ -33,12 +34,17 @@ def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:
-    """What the promise does not cover."""
+    """What the promise covers beside the model, and what it does not cover."""
+    last, tests = recipe.epsilon_of_accuracy(recipe.plan.epochs - 1), len(recipe.data.test)
     return training_notes(
         seeded=recipe.seed is not None,
-        several=len(outcomes) > 1 or len(outcomes[0].runs) > 1,
+        compared=len(outcomes) > 1,
+        runs=len(outcomes[0].runs),
         validation=len(recipe.data.validation) if recipe.search is not None else 0,
-        test=0 if recipe.data.own_test else len(recipe.data.test),
+        test=tests,
+        points=100 * counting.deviation(last) / tests,
+        table=recipe.data.columns is not None,
+        budget=recipe.budget is not None,
     )
 
 

@@ -1,21 +1,44 @@
-"""Read arrays from an .npz file, check them and split them; every mistake in the file gets one clear error."""
+"""The examples of a run: read, checked, encoded and split.
+
+What is said about them (classes, ranges, which columns are categories) is the user's to state and counts as public.
+Nothing is looked up in the data except to say what is missing. Those errors are for the owner of the data.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quell import files
-from quell.errors import QuellError
+from quell.errors import QuellError, require_finite, short
+from quell.train import arrays, table
+from quell.train.table import Columns
 
 _MOST_CLASSES = 10_000
-_MOST_BYTES = 1 << 36  # small models are for small data
+_MOST_SHOWN = 20
 _TEST_SHARE, _VALIDATION_SHARE = 0.25, 0.15
-_FORMAT = 'save it with numpy.savez("data.npz", x=..., y=...)'
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the user states about a file; each a text as the command line takes it.
+
+    Args:
+        target: The column to predict. Tables only.
+        classes: The classes, separated by commas; for arrays also their number.
+        ranges: "low:high" for arrays, "column=low:high" for a column of a table.
+        categories: Columns whose numbers are names, such as postcodes.
+        dropped: Columns that the model does not see, such as names.
+    """
+
+    target: str | None = None
+    classes: str | None = None
+    ranges: Sequence[str] = ()
+    categories: Sequence[str] = ()
+    dropped: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -37,13 +60,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train on, to choose learning rates on (empty if there is no choice), and to report accuracy on."""
+    """Examples to train on, to choose learning rates on (empty if there is no choice), and to report accuracy on.
+
+    `columns` says how the rows of a table became examples; None for arrays, which `limits` may have scaled.
+    """
 
     train: Part
     validation: Part
     test: Part
-    classes: int
-    own_test: bool  # whether the file has test arrays
+    classes: tuple[str, ...]
+    columns: Columns | None = None
+    limits: tuple[float, float] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,107 +78,102 @@ class Data:
         return self.train.x.shape[1:]
 
 
-def load(path: str | Path, validate: bool) -> Data:
-    """Read x, y and perhaps x_test, y_test; hold a quarter out for tests if they are missing.
+def load(path: Path, known: Known, validate: bool) -> Data:
+    """Read a table, an .npz file or a folder of arrays; hold a quarter out for tests if there is no test set.
 
     With `validate` 15% of the training examples are held out as well, to choose a learning rate on.
     """
-    arrays = _read(Path(path))
-    train = _part(arrays, "x", "y")
-    own_test = "x_test" in arrays or "y_test" in arrays
-    if own_test:
-        test = _part(arrays, "x_test", "y_test")
-        if test.x.shape[1:] != train.x.shape[1:]:
-            raise QuellError(
-                f"examples of x_test have shape {test.x.shape[1:]} and those of x {train.x.shape[1:]}: they must agree"
-            )
-    else:
+    is_table = path.suffix.lower() in table.SUFFIXES
+    train, test, classes, columns, limits = _table(path, known) if is_table else _arrays(path, known)
+    if test is None:
         train, test = train.cut(_TEST_SHARE)
-    classes = 1 + int(max(part.y.max(initial=0) for part in (train, test)))
     train, validation = train.cut(_VALIDATION_SHARE if validate else 0.0)
     for part, what in ((train, "train on"), (test, "test on"), *([(validation, "choose on")] if validate else [])):
         if len(part) < 2:
             raise QuellError(f"{path} leaves {len(part)} examples to {what}: add more")
-    return Data(train, validation, test, classes, own_test)
+    return Data(train, validation, test, classes, columns, limits)
 
 
-def _read(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with files.opened(path, _MOST_BYTES) as file:  # np.load would leave a broken file open
-            content = np.load(file, allow_pickle=False)
-            if not isinstance(content, np.lib.npyio.NpzFile):
-                raise QuellError(f"{path} holds one array and no names: {_FORMAT}")
-            return {name: _array(content, name) for name in ("x", "y", "x_test", "y_test") if name in content.files}
-    except QuellError:
-        raise
-    except FileNotFoundError:
-        raise QuellError(f"there is no file {path}") from None
-    except OSError as problem:
-        raise QuellError(f"cannot read {path}: {problem.strerror or problem}") from problem
-    except files.DAMAGED_ARRAYS:
-        raise QuellError(f"{path} is not an .npz file: {_FORMAT}") from None
+_Read = tuple[Part, Part | None, tuple[str, ...], Columns | None, tuple[float, float] | None]
 
 
-def _array(content: np.lib.npyio.NpzFile, name: str) -> NDArray[Any]:
-    try:
-        return np.asarray(content[name])
-    except ValueError as refusal:
-        if "pickle" not in str(refusal):
-            raise QuellError(f"{name} is damaged: {refusal}") from None
+def _table(path: Path, known: Known) -> _Read:
+    if known.target is None:
+        names = ", ".join(table.header_of(path))
+        raise QuellError(f"say which column of {path} to predict, with --target: it has {names}")
+    ranges = {}
+    for text in known.ranges:
+        name, _, limits = text.rpartition("=")
+        ranges[name] = _limits(text, limits)
+    columns = table.columns_of(path, known.target, ranges, known.categories, known.dropped)
+    labels = table.cells(path, known.target)
+    names = _classes(known, sorted(set(labels)))
+    numbers = {name: number for number, name in enumerate(names)}
+    wrong = next((row for row, label in enumerate(labels) if label not in numbers), None)
+    if wrong is not None:
         raise QuellError(
-            f"{name} is an array of Python objects, which could run code when it is read: save numbers instead, "
-            f"{name}.astype(float)"
+            f"example {wrong + 1:,} of {path} has {known.target} = {short(labels[wrong])}, which is not among "
+            "--classes: add it there, or remove such examples"
+        )
+    y = np.fromiter((numbers[label] for label in labels), np.int64, len(labels))
+    return Part(table.encoded(path, columns), y), None, names, columns, None
+
+
+def _arrays(path: Path, known: Known) -> _Read:
+    for option, given in (("--target", known.target), ("--category", known.categories), ("--drop", known.dropped)):
+        if given:
+            raise QuellError(f"{option} names a column of a .csv or .tsv file, and {path} has none: leave it out")
+    if len(known.ranges) > 1:
+        raise QuellError("arrays have one --range for all of their numbers, low:high: leave the others out")
+    limits = _limits(known.ranges[0], known.ranges[0]) if known.ranges else None
+    found = arrays.read(path)
+    pairs = [("x", "y"), *([("x_test", "y_test")] if {"x_test", "y_test"} & found.keys() else [])]
+    parts = [Part(*arrays.pair(found, *names, limits)) for names in pairs]
+    train, *test = parts
+    if test and test[0].x.shape[1:] != train.x.shape[1:]:
+        raise QuellError(
+            f"examples of x_test have shape {test[0].x.shape[1:]} and those of x {train.x.shape[1:]}: they must agree"
+        )
+    largest = max(int(part.y.max(initial=0)) for part in parts)
+    names = _classes(known, largest + 1)
+    if largest >= len(names):
+        raise QuellError(f"there is a label {largest}, but --classes has {len(names)}, numbered from 0: add the others")
+    return train, test[0] if test else None, names, None, limits
+
+
+def _classes(known: Known, found: list[str] | int) -> tuple[str, ...]:
+    """The classes as they were stated. `found` are those in the data: only to say what to write."""
+    if known.classes is None:
+        many = found if isinstance(found, int) else len(found)
+        if many > _MOST_SHOWN and not isinstance(found, int):
+            raise QuellError(
+                f"the column {short(known.target)} has {many:,} different values, and quell train predicts classes: "
+                "put a column with a few classes (such as low,high) into the table, or use make_private with a model "
+                "of your own"
+            )
+        written = str(found) if isinstance(found, int) else f"'{','.join(found)}'"
+        raise QuellError(
+            f"state the classes, because the model makes them public: --classes {written} are those in the data; use "
+            "this list if anybody may know it"
+        )
+    if isinstance(found, int) and known.classes.isdecimal():
+        names = tuple(map(str, range(min(int(known.classes), _MOST_CLASSES + 1))))
+    else:
+        names = tuple(name.strip() for name in known.classes.split(","))
+    if not 2 <= len(names) <= _MOST_CLASSES or len(set(names)) < len(names):
+        raise QuellError(
+            f"--classes {short(known.classes)} must be 2 to {_MOST_CLASSES:,} different ones: --classes no,yes"
+        )
+    return names
+
+
+def _limits(option: str, text: str) -> tuple[float, float]:
+    try:
+        low, high = (require_finite("range", float(each)) for each in text.split(":"))
+    except ValueError:
+        raise QuellError(
+            f"--range {short(option)} is no range: write age=0:120 for a column of a table, 0:255 for arrays"
         ) from None
-    except MemoryError:
-        raise QuellError(f"{name} does not fit into the memory of this machine: use fewer examples") from None
-    except (OSError, *files.DAMAGED_ARRAYS) as problem:
-        raise QuellError(f"{name} is damaged: {problem}; save the file again") from None
-
-
-def _part(arrays: dict[str, NDArray[Any]], x_name: str, y_name: str) -> Part:
-    for name, other in ((x_name, y_name), (y_name, x_name)):
-        if name not in arrays:
-            found = ", ".join(arrays) or "none of the names it needs"
-            raise QuellError(f"{name} is missing beside {other}, the file has {found}: {_FORMAT}")
-    x, y = _examples(x_name, arrays[x_name]), _labels(y_name, arrays[y_name])
-    if len(x) != len(y):
-        raise QuellError(f"{x_name} has {len(x):,} examples and {y_name} {len(y):,} labels: there must be one for each")
-    return Part(x, y)
-
-
-def _examples(name: str, array: NDArray[Any]) -> NDArray[np.float32]:
-    if array.dtype.kind not in "fiub":
-        raise QuellError(f"{name} has type {array.dtype}: save real numbers")
-    if not 2 <= array.ndim <= 4 or 0 in array.shape[1:]:
-        raise QuellError(
-            f"{name} has shape {array.shape}: use (examples, features), or (examples, height, width) with channels "
-            "first or last or none"
-        )
-    if array.dtype == np.uint8:
-        array = array / 255  # pixels; a scale that does not depend on the data
-    with np.errstate(over="ignore"):
-        numbers = array.astype(np.float32)
-    if not np.isfinite(numbers).all():
-        where = np.argwhere(~np.isfinite(numbers))[0]
-        raise QuellError(f"{name}[{', '.join(map(str, where))}] is not a finite number: clean the data first")
-    return _channels_first(numbers) if array.ndim > 2 else numbers
-
-
-def _channels_first(images: NDArray[np.float32]) -> NDArray[np.float32]:
-    if images.ndim == 3:
-        return images[:, None]
-    last = images.shape[3] <= 4 < images.shape[1]
-    return np.ascontiguousarray(images.transpose(0, 3, 1, 2)) if last else images
-
-
-def _labels(name: str, array: NDArray[Any]) -> NDArray[np.int64]:
-    if array.dtype.kind not in "iu":
-        raise QuellError(f"{name} has type {array.dtype}: labels must be integers from 0, {name}.astype(int)")
-    if array.ndim != 1:
-        raise QuellError(f"{name} has shape {array.shape}: labels are one integer per example, {name}.ravel()")
-    if array.size and not (array.min() >= 0 and array.max() < _MOST_CLASSES):
-        raise QuellError(
-            f"{name} has labels from {array.min()} to {array.max()}: number the classes from 0, at most "
-            f"{_MOST_CLASSES:,} of them"
-        )
-    return array.astype(np.int64)
+    if low >= high:
+        raise QuellError(f"--range {option}: {low:g} must lie below {high:g}")
+    return low, high
