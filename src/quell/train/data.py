@@ -99,8 +99,8 @@ _Read = tuple[Part, Part | None, tuple[str, ...], Columns | None, tuple[float, f
 
 def _table(path: Path, known: Known) -> _Read:
     if known.target is None:
-        names = ", ".join(table.header_of(path))
-        raise QuellError(f"say which column of {path} to predict, with --target: it has {names}")
+        listed = ", ".join(table.header_of(path))
+        raise QuellError(f"say which column of {path} to predict, with --target: it has {listed}")
     ranges = {}
     for text in known.ranges:
         name, _, limits = text.rpartition("=")
