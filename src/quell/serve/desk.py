@@ -138,6 +138,9 @@ class Desk:
             stage = what
             still(what)
 
+        def progress(done: int, total: int, what: str) -> None:
+            report(what)
+
         def brief(plan: Plan, preview: bool = False) -> dict[str, Any]:
             known = answers(plan, thorough=False, prices=Prices(run))  # one DP-SGD for preview and plan
             return page_content(plan, known, thorough=False, preview=preview)
@@ -149,10 +152,10 @@ class Desk:
             with self._turn(report):
                 begun = time.monotonic()
                 if question.kind == "certify":
-                    report(f"certifying {question.mechanism}")
-                    tell({"row": brief(named_plan(run, question.mechanism))["mechanisms"][0]})
+                    named = named_plan(run, question.mechanism, progress)
+                    tell({"row": brief(named)["mechanisms"][0]})
                     return
-                plan = make_plan(run, lambda done, total, what: report(what))
+                plan = make_plan(run, progress)
                 if (seconds := time.monotonic() - begun) > 1.0:  # shorter ones say little about long ones
                     self._pace = seconds / _usual_seconds(run)
                 tell({"plan": brief(plan)})
