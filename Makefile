@@ -61,7 +61,7 @@ docs: $(STAMP)  ## docs/api.md, from the docstrings, and the site: open site/ind
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 screenshot: demo  ## the pictures of the pages in docs/images; needs Chromium
-	$(BIN)/python -m tests.page.screenshot docs/images demo/training.html
+	$(BIN)/python -m tests.page.screenshot docs/images demo/digits-private/page.html
 
 clean:
 	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

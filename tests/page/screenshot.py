@@ -1,4 +1,4 @@
-"""The pictures of the pages in the documentation: python -m tests.page.screenshot docs/images demo/training.html
+"""The pictures of the pages in the documentation: python -m tests.page.screenshot docs/images demo/digits-private/page.html
 
 Each page is shown on a desk and on a phone, light and dark: a plan's page, the live page, and the page of a training.
 """
@@ -29,6 +29,7 @@ RUN: dict[str, Any] = {
 }
 HEIGHTS = {1440: 1300, 390: 1500}  # of the pictures: the first screens
 _DONE = "document.body.dataset.kind === 'full' && document.getElementById('status').innerText.endsWith('compared.')"
+_SETTLED = "new Promise(resolve => setTimeout(resolve, 500))"  # charts are drawn anew when a window has its new size
 _COLOURS = 48
 
 
@@ -49,11 +50,12 @@ def main(folder: Path, training: Path) -> None:
         }
         with Browser(program, Path(place, "profile")) as browser:
             for name, (address, ready) in pages.items():
+                browser.open(address)
+                browser.wait_for(ready, seconds=600)
                 for width, height in HEIGHTS.items():
                     for dark in (False, True):
                         browser.look(width, 900, dark)
-                        browser.open(address)
-                        browser.wait_for(ready, seconds=600)
+                        browser.run(_SETTLED)
                         shown = min(height, browser.run("document.documentElement.scrollHeight"))
                         _take(browser, folder / f"{name}-{width}-{'dark' if dark else 'light'}.png", width, shown)
             if browser.complaints:

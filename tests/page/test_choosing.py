@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from quell import cli
 from quell.planning import Plan
 from quell.show import words
+from quell.show.page.document import assemble
 
 from .accessibility import axe, violations
 
@@ -218,5 +219,22 @@ def test_axe_finds_nothing_wrong(browser, pages, width, dark):
     browser.open(pages["plan"])
     browser.run("document.getElementById('why').open = true; document.querySelector('[data-action=pin-A]').click();"
                 "choose(3); document.querySelector('[data-action=pin-B]').click()")  # fmt: skip
+    assert violations(browser, axe()) == []
+    assert browser.complaints == []
+
+
+@pytest.mark.skipif(axe() is None, reason="axe-core is missing: make test fetches it from npm")
+@pytest.mark.parametrize("width", [1440, 390])
+def test_axe_finds_nothing_wrong_with_the_page_of_a_training(browser, plan, tmp_path, width):
+    error = plan.page_content["mechanisms"][0]["error"]
+    arm = {"mechanism": "bisr p=4", "batches": "cyclic", "sigma": "2.273", "rmse": "10.4", "noise": error}
+    arm |= {"learning_rate": "0.5", "accuracy": "91.2%", "accuracies": [[0.8, 0.9]], "curve": [0.8, 0.9]}
+    arms = [{**arm, "name": "DP-SGD", "kind": "dpsgd"}, {**arm, "name": "planned", "kind": "recommended"}]
+    content = {"setup": "A run.", "verdict": "Better.", "promise": "(4, 10⁻⁵)-DP", "notes": ["A note."], "arms": arms}
+    path = tmp_path / "training.html"
+    path.write_text(assemble("Quell training", "training.html", ("charts.js", "training.js"), content, "").html)
+    browser.look(width, 900, dark=width == 390)
+    browser.open(path.as_uri())
+    assert browser.run("document.querySelectorAll('figure svg.chart').length") == 2
     assert violations(browser, axe()) == []
     assert browser.complaints == []

@@ -52,8 +52,9 @@ def endless(monkeypatch):
 
     def search(run, progress):
         try:
+            progress(0, 1, "looking")
             for _ in range(6000):
-                announce("looking")
+                announce("iteration 5")
                 threading.Event().wait(0.01)
         finally:
             ended.set()
@@ -64,7 +65,7 @@ def endless(monkeypatch):
 
 def test_a_search_shows_progress_and_can_be_stopped(browser, address, endless):
     browser.open(address)
-    said = "Preview shown. Searching for \\d+ s.*: looking"
+    said = "Preview shown. Now looking: \\d+ s"
     browser.wait_for(f"/{said}/.test(document.getElementById('status').innerText)")
     assert browser.run("document.getElementById('preview').hidden") is False
     assert browser.run("document.querySelector('#working progress').value") > 0

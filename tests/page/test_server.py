@@ -236,8 +236,9 @@ def search(monkeypatch):
         def __call__(self, run, progress):
             self.begun += 1
             try:
+                progress(0, 1, "searching")
                 while not self.free.wait(0.01):
-                    announce("searching")
+                    announce("iteration 5")
             except ConnectionError:
                 self.ended += 1
                 raise

@@ -124,32 +124,42 @@ class Desk:
 
     def answer(self, question: Question, tell: Tell) -> None:
         """Tell the parts of an answer as they come; what `tell` raises ends the computation and is passed on."""
-        run, since, latest = question.run, time.monotonic(), 0.0
+        run, since, latest, stage = question.run, time.monotonic(), 0.0, "starting"
 
-        def report(what: str) -> None:
+        def still(_: str) -> None:
             nonlocal latest
             passed = time.monotonic() - since
             if passed - latest >= _OFTEN:
                 latest = passed
-                tell({"progress": {"what": what, "seconds": round(passed, 1), "expected": self._expected(question)}})
+                tell({"progress": {"what": stage, "seconds": round(passed, 1), "expected": self._expected(question)}})
+
+        def report(what: str) -> None:
+            nonlocal stage
+            stage = what
+            still(what)
+
+        def progress(done: int, total: int, what: str) -> None:
+            report(what)
 
         def brief(plan: Plan, preview: bool = False) -> dict[str, Any]:
             known = answers(plan, thorough=False, prices=Prices(run))  # one DP-SGD for preview and plan
             return page_content(plan, known, thorough=False, preview=preview)
 
-        with listening(report):
+        with listening(still):
             if question.kind == "draft":
                 tell({"plan": brief(draft_plan(run), preview=True)})
                 return
             with self._turn(report):
                 begun = time.monotonic()
                 if question.kind == "certify":
-                    tell({"row": brief(named_plan(run, question.mechanism))["mechanisms"][0]})
+                    named = named_plan(run, question.mechanism, progress)
+                    tell({"row": brief(named)["mechanisms"][0]})
                     return
-                plan = make_plan(run, lambda done, total, what: report(what))
+                plan = make_plan(run, progress)
                 if (seconds := time.monotonic() - begun) > 1.0:  # shorter ones say little about long ones
                     self._pace = seconds / _usual_seconds(run)
                 tell({"plan": brief(plan)})
+                report("reasons and other ε")
                 tell({"plan": plan.page_content})
 
     def _expected(self, question: Question) -> float | None:

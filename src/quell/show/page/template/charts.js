@@ -1,5 +1,5 @@
 "use strict";
-// Small line charts as inline SVG. A chart is drawn anew whenever its data change; nothing is kept in between.
+// Small line charts as inline SVG. A chart is drawn anew whenever its data or the width of the window change.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 300, LEFT = 64, RIGHT = 14, TOP = 10, BOTTOM = 44;
@@ -62,9 +62,19 @@ function logTicks(low, high, kind) {
   return ticks;
 }
 
+const drawn = new Map(); // figures, what they show, and how wide they were
+let resized = 0;
+addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(() => drawn.forEach(({ spec, wide }, figure) => {
+    if (figure.clientWidth !== wide) drawChart(figure, spec); // phones change the height while one scrolls
+  }), 150);
+});
+
 // spec: {title, xLabel, yLabel, xScale, yScale, empty, describe(series, i),
 //        series: [{name, kind, x, y, line, dots, steps, onPick(i)}]}
 function drawChart(figure, spec) {
+  drawn.set(figure, { spec, wide: figure.clientWidth });
   const focused = figure.contains(document.activeElement);
   figure.replaceChildren();
   const caption = make(figure, "figcaption", { id: `${figure.id}-title` }, spec.title);

@@ -51,8 +51,8 @@ function startLive(live) {
         signal.throwIfAborted();
         const message = JSON.parse(line);
         if (message.error) throw fault(message);
-        if (message.progress) showProgress(message.progress);
-        else hear(message);
+        if (!message.progress) hear(message);
+        else if (extra.kind !== "draft") showProgress(message.progress);
       }
     }
   }
@@ -65,12 +65,13 @@ function startLive(live) {
   }
 
   function showProgress({ what, seconds, expected }) {
+    if (document.body.dataset.kind === "full") return say(`${DONE} Now ${what}…`);
     if (expected) {
       bar.max = Math.max(expected, 1.1 * seconds);
       bar.value = seconds;
     } else bar.removeAttribute("value");
     const left = expected > seconds ? `, of about ${duration(expected)}` : "";
-    say(`${document.body.dataset.kind === "draft" ? "Preview shown. " : ""}Searching for ${duration(seconds)}${left}: ${what}`);
+    say(`Preview shown. Now ${what}: ${duration(seconds)}${left}.`);
   }
 
   function busy(yes) {
@@ -137,7 +138,7 @@ function startLive(live) {
       signal.throwIfAborted();
       await ask({ kind: "full" }, signal, ({ plan }) => {
         received(plan, "full");
-        say(`${DONE} Computing reasons and other ε…`);
+        say(DONE);
       });
       say(DONE);
     });
@@ -146,7 +147,7 @@ function startLive(live) {
   document.addEventListener("chosen", keepAddress);
   document.addEventListener("certify", () => attempt(async signal => {
     const plan = shown, index = chosen, row = plan.mechanisms[index];
-    say(`Certifying ${row.label}…`);
+    say(`${DONE} Now certifying ${row.label}…`);
     await ask({ kind: "certify", mechanism: row.label }, signal, answer => {
       plan.mechanisms[index] = { ...answer.row, fits: row.fits };
       picked = keyOf(plan.mechanisms[index]);

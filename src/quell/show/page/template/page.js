@@ -212,9 +212,3 @@ function drawCancellation(plan) {
     describe: (s, i) => `${s.name}: the noise drawn at step ${show(s.start)} has weight ${show(s.y[i])} in the model after ${show(s.x[i])} step${s.x[i] === 1 ? "" : "s"}`,
   });
 }
-
-let resized = 0;
-addEventListener("resize", () => {
-  clearTimeout(resized);
-  resized = setTimeout(() => shown && showChoice(shown), 150);
-});
