@@ -24,6 +24,7 @@ def lines(name: str, points: Iterable[Entry], x_label: str, y_label: str, log: s
     for axis, panel in zip(axes.flat, panels, strict=False):
         for number, curve in enumerate(curves):
             mine = [point for point in shown if (point["panel"], point["curve"]) == (panel, curve)]
+            mine.sort(key=lambda point: point["x"])  # results come in the order in which they were trained
             if mine:
                 bars = [point.get("spread", 0.0) for point in mine]
                 xs, ys = [point["x"] for point in mine], [point["y"] for point in mine]

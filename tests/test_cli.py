@@ -140,6 +140,7 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     priced = [printed("price", *arguments, *RUN) for arguments in prices]
     path = tmp_path / "plan.json"
     planned = printed(*PLAN, "--save", str(path))
+    quell(*PLAN, "--mechanism", "bisr p=2", "--save", str(tmp_path / "other.json"))
     users = printed(*PLAN, "--participations", "3", "--separation", "5")
     drawn = printed(*("--users" if each == "--examples" else each for each in PLAN))
     top, run, yardsticks, mechanism = documented.in_tables("price")
@@ -158,6 +159,8 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
         (line,) = [line for line in lines if line.startswith(f"| `{group}`")]
         assert documented.quoted(line.split("|")[2]) - {"example", "user"} == planned["run"][group].keys()
     assert documented.in_tables("plan") == [planned.keys()]
+    compared = printed("diff", str(path), str(path.with_name("other.json")))
+    assert documented.quoted(documented.section("diff")) == compared.keys() | compared["differences"][0].keys()
     checked = printed("verify", str(path))
     assert documented.quoted(documented.section("verify")) == checked.keys() | checked["checks"][0].keys()
     audited = printed("audit", str(path), "--canaries", "100")

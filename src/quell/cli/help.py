@@ -47,7 +47,8 @@ def example_of(command: str) -> str:
 def _described(name: str, text: str) -> str:
     """A docstring as --help shows it: paragraphs of one line each, so that they wrap anywhere, and the examples."""
     paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n")]
-    return "\n\n".join([*paragraphs, f"[bold]Examples[/bold]\n\n{_indented(EXAMPLES[name])}"])
+    shown = [f"[bold]Examples[/bold]\n\n{_indented(EXAMPLES[name])}"] if name in EXAMPLES else []
+    return "\n\n".join([*paragraphs, *shown])
 
 
 def _indented(lines: list[str]) -> str:

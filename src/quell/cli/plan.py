@@ -13,10 +13,11 @@ from quell.errors import QuellError
 from quell.files import require_writable
 from quell.planning import make_plan, named_plan
 from quell.planning.questions import choices_for_steps, plan_for_rmse
-from quell.planning.users import user_limits as limits_of_users
+from quell.planning.users import user_limits
 from quell.run import Run
 from quell.schemes import BEST, FIXED, named
 from quell.show import plots, tables, words
+from quell.show.limits import limit_sentences, limits_table
 
 _DEVICES = f"{', '.join(DEVICES)}, or measured"
 
@@ -104,15 +105,15 @@ def plan(
             chosen.write_page(html)
         advance(0, 1, "asking what would change it")
         answers = None if as_json else chosen.answers
-        user_limits = None if table is None else limits_of_users(chosen, table[1], rows_per_user or 1, table[2])
+        found = None if table is None else user_limits(chosen, table[1], rows_per_user or 1, table[2])
     if answers is None:
         content = {**chosen.as_dict(), "meaning": chosen.meaning.as_dict()}
-        terminal.print_json(content | ({} if user_limits is None else {"user_limits": user_limits.as_dict()}))
+        terminal.print_json(content | ({} if found is None else {"user_limits": found.as_dict()}))
         return
     tables.print_plan(chosen, answers, terminal.console, explain)
-    if user_limits is not None:
-        terminal.console.print(tables.limits_table(user_limits))
-        for sentence in words.user_limits(user_limits):
+    if found is not None:
+        terminal.console.print(limits_table(found))
+        for sentence in limit_sentences(found):
             terminal.say(sentence)
     if given["delta"] is None:
         terminal.say(words.usual_delta(run))

@@ -98,7 +98,7 @@ def shown(name: str, value: Fact) -> str:
         case float() if name == "epsilon":
             return at_least(value)
         case float():
-            return f"{value:.4g}"
+            return words.amount(value)
         case int():
             return f"{value:,}"
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _GREEN, _RED, _PURPLE, _GREY = "#1f6f43", "#b3341c", "#6b4fa0", "#5a626c"
 _FORMATS = (".png", ".svg", ".pdf")
+_APART = 0.12  # of the logarithms of two errors whose labels do not cover each other
+_FEWEST_TICKS = 3
+_MARGIN = 0.01  # beside the data, in widths of the axes: half a marker
 _ARMS = {"not private": _GREY, "DP-SGD": _RED, "planned": _GREEN}
 
 
@@ -48,14 +52,15 @@ def draw_plan(content: dict[str, Any], path: str | Path) -> None:
             cancellation.plot(curve["x"], curve["y"], color=colour, linestyle=style, label=name + start)
     error.set(title="Error after each step", xlabel="step", ylabel="standard deviation", yscale="log")
     cancellation.set(
-        title="How much of one step's noise remains",
+        title="Weight of one step's noise in the model",
         xlabel="steps it has been in the model",
-        ylabel="weight in the model (1: as drawn)",
+        ylabel="weight (1: as drawn)",
         xscale="log",
     )
     _draw_epsilon(epsilon, chosen)
     for axes in (memory, error, cancellation, epsilon):
         axes.legend(fontsize="small")
+        _finish(axes)
     figure.suptitle(content["setup"])
     _save(figure, path)
 
@@ -63,16 +68,29 @@ def draw_plan(content: dict[str, Any], path: str | Path) -> None:
 def _draw_memory(axes: Axes, content: dict[str, Any]) -> None:
     rows = content["mechanisms"]
     chosen = rows[content["recommended"]]
-    for row in [*(row for row in rows if row is not chosen), chosen]:  # the recommended one on top
-        axes.plot(row["buffers"], row["rmse"], "o", color=_GREEN if row is chosen else _GREY)
+    axes.axhline(content["lower_bound"], color=_PURPLE, linestyle="-.", label="best possible without amplification")
     best = [rows[index] for index in content["frontier"]]
     axes.step([row["buffers"] for row in best], [row["rmse"] for row in best], "--", where="post", color=_GREY)
-    for row in [*best, content["baseline"]]:
-        axes.annotate(row["label"], (row["buffers"], row["rmse"]), (4, 5), textcoords="offset points", fontsize="small")
-    axes.axhline(content["lower_bound"], color=_PURPLE, linestyle="-.", label="best possible without amplification")
+    others = [row for row in rows if row is not chosen]
+    axes.plot([row["buffers"] for row in others], [row["rmse"] for row in others], "o", color=_GREY)
+    axes.plot(chosen["buffers"], chosen["rmse"], "o", color=_GREEN, markersize=9, zorder=5, label="recommended")
+    most = max(1, *(row["buffers"] for row in rows))
     axes.set(title="Error by memory", xlabel="model-sized buffers", ylabel="RMSE", yscale="log")
     axes.set_xscale("symlog", linthresh=1)
-    axes.set_xlim(-0.3, 10 * max(1, *(row["buffers"] for row in rows)))
+    axes.set_xlim(-0.3, 1.3 * most)
+    axes.margins(y=0.08)
+    axes.set_xticks([0, *(2**power for power in range(int(most).bit_length()))])
+    named: list[dict[str, Any]] = []
+    for row in [chosen, *best, content["baseline"]]:  # a label that would cover another one is left out
+        if all(
+            row["buffers"] != each["buffers"] or abs(math.log(row["rmse"] / each["rmse"])) > _APART for each in named
+        ):
+            named.append(row)
+            place, side = ((-8, 0), "right") if row["buffers"] > math.sqrt(most) else ((8, 0), "left")
+            how: Any = {"ha": side, "va": "center", "zorder": 6, "fontsize": "small"}
+            how |= {"color": _GREEN, "weight": "bold"} if row is chosen else {"color": _GREY}
+            at = (row["buffers"], row["rmse"])
+            axes.annotate(row["label"], at, place, textcoords="offset points", **how)
 
 
 def _draw_epsilon(axes: Axes, row: dict[str, Any]) -> None:
@@ -101,6 +119,7 @@ def draw_sweep(
     axes.axhline(bound, color=_PURPLE, linestyle="--", label="best possible RMSE without amplification")
     if swept == "bands":
         axes.set_xscale("log", base=2)
+        axes.set_xticks(values)
     target = words.level(run.epsilon, run.delta)
     axes.set(
         xlabel=swept,
@@ -109,6 +128,7 @@ def draw_sweep(
         title=f"{mechanisms[0].name} at {target}, {run.steps:,} steps",
     )
     axes.legend()
+    _finish(axes)
     _save(figure, path)
 
 
@@ -132,6 +152,7 @@ def draw_training(content: dict[str, Any], path: str | Path) -> None:
     accuracy.xaxis.get_major_locator().set_params(integer=True)
     for axes in (noise, accuracy):
         axes.legend(fontsize="small")
+        _finish(axes)
     figure.suptitle(content["setup"], fontsize="medium")
     _save(figure, path)
 
@@ -148,6 +169,44 @@ def draw_audit(present: Array, absent: Array, title: str, path: str | Path) -> N
     axes.set_title(title, fontsize="small")
     axes.legend()
     _save(figure, path)
+
+
+def _finish(axes: Axes) -> None:
+    """Plain numbers at the ticks, and axes that end where the data end, unless limits were set."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter
+
+    axes.margins(x=_MARGIN)
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log" and not isinstance(axis.get_major_locator(), FixedLocator):
+            axis.set_major_locator(FixedLocator(log_ticks(*sorted(axis.get_view_interval()))))
+        if axis.get_scale() != "linear":
+            axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+            axis.set_minor_locator(FixedLocator([]))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers in a range on a logarithmic scale: as few as tell the scale, three where there are three.
+
+    >>> log_ticks(2.2, 180), log_ticks(0.3, 40_000)
+    ([3.0, 10.0, 30.0, 100.0], [1.0, 10.0, 100.0, 1000.0, 10000.0])
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(step / 10 for step in range(10, 100))):
+        found = [float(f"{step}e{decade}") for decade in decades for step in steps]
+        found = [value for value in found if low <= value <= high]
+        if len(found) >= _FEWEST_TICKS:
+            break
+    return found
+
+
+def tick(value: float) -> str:
+    """A number at a tick, in full unless it is very small or large.
+
+    >>> tick(6.0), tick(20000.0), tick(1e-5), tick(0.002)
+    ('6', '20,000', '10⁻⁵', '0.002')
+    """
+    return f"{value:,.10g}" if not value or 1e-3 <= abs(value) < 1e7 else words.number(value)
 
 
 def _figure(width: float, height: float) -> Figure:

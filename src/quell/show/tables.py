@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.file import Check
     from quell.planning.questions import Answers, EpochChoice
-    from quell.planning.users import UserLimits
 
 _EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
 _TEXT_WIDTH = 120
@@ -130,18 +129,6 @@ def choices_table(choices: Sequence[EpochChoice]) -> Table:
             words.noise(choice.mechanism.noise_multiplier, estimated=True),
             f"{choice.error_per_example / first.error_per_example:.3f} × that of {least}",
         )
-    return table
-
-
-def limits_table(limits: UserLimits) -> Table:
-    """What limits on users cost in data and gain in noise."""
-    table = Table("participations", "σ", f"error per {limits.drawn} seen", box=box.SIMPLE_HEAD)
-    for rows in limits.limits[0].seen:
-        table.add_column(f"rows seen, {rows:,} a step", justify="right")
-    for each in limits.limits:
-        shares = [f"{share:.1%}" for share in each.seen.values()]
-        noise = words.noise(each.noise_multiplier, estimated=True)
-        table.add_row(f"{each.participations:,}", noise, f"{each.error:.2f} × the plan's", *shares)
     return table
 
 

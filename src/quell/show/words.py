@@ -17,7 +17,6 @@ from quell.strategy.spelling import spelled
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.questions import Answers, EpochChoice
-    from quell.planning.users import UserLimits
     from quell.privacy import Estimate, Guarantee, Meaning
     from quell.run import Run
 
@@ -338,24 +337,3 @@ def best_choice(choice: EpochChoice) -> str:
         f"Of these, {counted(choice.run.epochs, 'epoch')} with batches of {choice.run.batch_size:,} leave the "
         f"least error per {choice.run.drawn} seen (estimated: plan that run to certify it)."
     )
-
-
-def user_limits(limits: UserLimits) -> list[str]:
-    """What a table of users says about a plan, beside the table of limits."""
-    found = [
-        f"{counted(limits.units, limits.drawn)} have {counted(limits.rows, 'row')}: {limits.median:,} in the median, "
-        f"at most {limits.most:,}. This is about private data: do not publish it with the plan.",
-        "Fewer participations need less noise and leave more data unseen; more rows a step cost time, not privacy "
-        f"(make_private(..., rows_per_user={limits.rows_per_user})).",
-    ]
-    if limits.left_out:
-        found.append(
-            f"{counted(limits.left_out, 'row')} more are left out, because somebody would be in two groups with them."
-        )
-    if limits.example_epsilon is not None:
-        found.append(
-            f"The same noise over as many steps, in batches of {limits.example_batch:,} of the "
-            f"{limits.rows:,} examples, would be private per example with about ε = {limits.example_epsilon:.2g} at "
-            "the same δ (estimated)."
-        )
-    return found
