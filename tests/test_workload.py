@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quell import workload
 from quell.algebra import streaming
 from quell.errors import QuellError
+from quell.run import Run
 
 
 def run_sgd(gradients: np.ndarray, momentum: float, decay: float, rates: np.ndarray) -> np.ndarray:
@@ -80,3 +81,39 @@ def test_impossible_optimizers_are_refused(arguments, message):
 def test_impossible_coefficients_are_refused(coefficients):
     with pytest.raises(QuellError, match="workload coefficients"):
         workload.toeplitz(coefficients)
+
+
+def test_adams_first_moment_is_momentum():
+    """The weights after each step of Adam with constant second moments, by hand, are SGD's with β₁ up to a factor."""
+    betas, steps = (0.8, 0.999), 12
+    gradients = np.random.default_rng(0).normal(size=steps)
+    moment, weight, weights = 0.0, 0.0, []
+    for gradient in gradients:
+        moment = betas[0] * moment + (1 - betas[0]) * gradient
+        weight += moment
+        weights.append(weight)
+    sgd = workload.sgd(steps, momentum=workload.adam_momentum("adam", betas))
+    np.testing.assert_allclose(sgd.matrix() @ gradients * (1 - betas[0]), weights, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"optimizer": "lion"}, "use sgd, adam or adamw"),
+        ({"optimizer": "adamw", "betas": 0.9}, "two numbers"),
+        ({"optimizer": "adamw", "betas": (0.9,)}, "two numbers"),
+        ({"optimizer": "adam", "betas": (1.0, 0.9)}, "below 1"),
+        ({"optimizer": "adam", "momentum": 0.5}, "leave momentum out"),
+    ],
+)
+def test_optimizers_that_a_run_refuses(arguments, said):
+    data = {"examples": 100, "batch_size": 10, "epochs": 1, "epsilon": 1, "delta": 1e-5}
+    with pytest.raises(QuellError, match=said):
+        Run.from_data(**data, **arguments)
+
+
+def test_a_run_of_adam_is_one_of_momentum():
+    data = {"examples": 100, "batch_size": 10, "epochs": 1, "epsilon": 1, "delta": 1e-5}
+    run = Run.from_data(**data, optimizer="adamw", betas=(0.95, 0.99))
+    assert run.optimizer == Run.from_data(**data, momentum=0.95, adaptive=True).optimizer
+    assert run.changed(epochs=2).optimizer == run.optimizer

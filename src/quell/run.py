@@ -140,6 +140,8 @@ class Run:
         time_limit: TimeLimit | None = None,
         separation: int | None = None,
         participations: int | None = None,
+        optimizer: str = "sgd",
+        betas: Sequence[float] = (0.9, 0.999),
     ) -> Run:
         """A run over a data set. If the batch size does not divide the examples, batches are a little larger.
 
@@ -156,10 +158,13 @@ class Run:
             objective: What a plan minimises: "training" (predicted training error), "rmse" or "maxse".
             separation, participations: For privacy per user with batches of examples: the fewest steps between two
                 batches with data of one user, and the most such batches. Your data pipeline has to make sure of both.
+            optimizer, betas: "adam" or "adamw" with its betas, in place of `momentum` and `adaptive`.
 
         Returns:
             The run; raises `QuellError` if the numbers do not fit together.
         """
+        if optimizer != "sgd":
+            momentum, adaptive = workload.adam_momentum(optimizer, betas, momentum), True
         drawn, count = population(examples, users, groups)
         if drawn != "example" and (separation, participations) != (None, None):
             raise QuellError(f"{drawn}s= decides how often a {drawn} is used: leave separation and participations out")

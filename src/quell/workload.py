@@ -153,6 +153,29 @@ def sgd(
     return Workload(steps, weight_decay, momentum, rates)
 
 
+def adam_momentum(optimizer: str, betas: Sequence[float], momentum: float = 0.0) -> float:
+    """The momentum of SGD that shapes noise for Adam or AdamW: β₁.
+
+    Adam's first moment is m_t = β₁·m_{t−1} + (1−β₁)·g_t, momentum up to a factor. What it divides by changes slowly,
+    over 1/(1−β₂) steps: that is a learning rate of its own for every entry, and one noise mechanism serves all entries.
+    The corrections for the start of both moments are a learning rate too, which ends after as many steps.
+
+    >>> adam_momentum("adamw", (0.9, 0.999))
+    0.9
+    """
+    if optimizer not in ("adam", "adamw"):
+        raise QuellError(f"optimizer={optimizer!r} is not known: use sgd, adam or adamw")
+    try:
+        first, second = (require_finite("betas", beta) for beta in betas)
+    except (TypeError, ValueError):
+        raise QuellError(f"betas={betas!r} must be two numbers, such as (0.9, 0.999)") from None
+    if not 0 <= first < 1 or not 0 <= second < 1:
+        raise QuellError(f"betas={betas!r} must be two numbers from 0 to below 1, such as (0.9, 0.999)")
+    if momentum not in (0.0, first):
+        raise QuellError(f"momentum={momentum:g} is SGD's: {optimizer} has betas={betas!r}, so leave momentum out")
+    return first
+
+
 def forgetting(workload: Workload, horizon: float) -> Workload:
     """The workload with the effect of a step fading like e^(−t/horizon).
 

@@ -316,13 +316,23 @@ def test_an_optimizer_that_is_not_the_planned_one_is_a_warning(plan):
     cases = [
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "plan with momentum=0.9"),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01), "plan with weight_decay=0.999"),
-        (lambda p: torch.optim.Adam(p), "shaped for SGD, and Adam is not"),
+        (lambda p: torch.optim.Adam(p), "shaped for SGD, and Adam is not: .* plan with optimizer='adamw'"),
+        (lambda p: torch.optim.RMSprop(p), "shaped for SGD, and RMSprop is not: .* plan with adaptive=True"),
     ]
     for make, message in cases:
         model = network()
         with pytest.warns(PlanMismatchWarning, match=message) as caught:
             make_private(model, make(model.parameters()), examples(), plan)
         assert [warning.filename for warning in caught] == [__file__]  # it points to the user's line
+
+
+def test_a_plan_for_adam_fits_adam():
+    plan = small_plan("identity", alone=True, optimizer="adamw", betas=(0.8, 0.99))
+    model = network()
+    make_private(model, torch.optim.AdamW(model.parameters(), betas=(0.8, 0.99)), examples(), plan)
+    model = network()
+    with pytest.warns(PlanMismatchWarning, match=r"plan with optimizer='adamw', betas=\(0.9, 0.999\)"):
+        make_private(model, torch.optim.AdamW(model.parameters()), examples(), plan)
 
 
 def test_a_schedule_that_was_not_planned_is_a_warning(plan):

@@ -192,8 +192,8 @@ def plan(*, mechanism: str | None = None, progress: Progress | None = None, **ar
         mechanism: A mechanism as tables show it, such as "blt d=2": nothing is searched, and the plan is of this one.
         progress: Called with (done, total, what) while the search runs.
         arguments: The run, as `quell.Run.from_data` takes it: `examples`, `batch_size`, `epochs`, `epsilon` and
-            `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `memory`, `draws`,
-            `time_limit`, `sampling`, `objective`, `separation` and `participations`.
+            `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `optimizer`, `betas`,
+            `memory`, `draws`, `time_limit`, `sampling`, `objective`, `separation` and `participations`.
 
     Returns:
         A plan. Its recommended mechanism is certified for (epsilon, delta) by the accountant of its sampling scheme

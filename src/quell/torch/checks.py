@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -152,10 +152,18 @@ def optimizer_mismatches(plan: Plan, optimizer: Optimizer) -> list[str]:
             for group in part.param_groups:
                 found += _group_mismatches(planned.momentum, planned.weight_decay, group)
         elif not planned.adaptive:
+            instead = "optimizer='adamw'" if isinstance(part, (Adam, AdamW)) else "adaptive=True"
             found.append(
                 f"the plan's noise is shaped for SGD, and {type(part).__name__} is not: privacy holds, but plan with "
-                "adaptive=True, and compare with DP-SGD: mechanism=plan.price('identity')"
+                f"{instead}, and compare with DP-SGD: mechanism=plan.price('identity')"
             )
+        elif isinstance(part, (Adam, AdamW)):
+            found += [
+                f"the optimizer has betas={group['betas']} and the plan momentum {planned.momentum:g}: plan with "
+                f"optimizer='adamw', betas={group['betas']} for noise that fits"
+                for group in part.param_groups
+                if abs(group["betas"][0] - planned.momentum) > 1e-9
+            ]
     return list(dict.fromkeys(found))
 
 
