@@ -61,7 +61,7 @@ def scales_of(released):
 
 
 def entries(optimizer, model):
-    held = optimizer._moments.scales
+    held = optimizer._engine.scales
     return {name: held[name].entries.view(p.shape).double() for name, p in model.named_parameters()}
 
 
@@ -149,7 +149,7 @@ def test_scaling_does_not_change_the_sensitivity(clipping, size, bound):
     most = optimizer.run.noise.max_grad_norm
     assert most == (1.0 if bound == "automatic" else bound)
     torch.manual_seed(2)
-    for scale in optimizer._moments.scales.values():
+    for scale in optimizer._engine.scales.values():
         scale.rows.copy_((3 * torch.randn_like(scale.rows)).exp())
         scale.columns.copy_((3 * torch.randn_like(scale.columns)).exp())
     for x, y in zip(*examples(4).tensors, strict=True):

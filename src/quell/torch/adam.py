@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,12 @@ class SecondMoments:
         if any(is_sharded(parameter) for parameter in self._params.values()):
             raise QuellError("scale_gradients=True needs whole parameters, and these are sharded: leave it out")
         self.scales = {name: _ones(parameter) for name, parameter in self._params.items()}
+        self._update()
+        for part in parts_of(optimizer):
+            part.register_step_post_hook(self._update)
+            part.register_load_state_dict_post_hook(self._update)
 
-    def update(self) -> None:
+    def _update(self, *_: Any) -> None:
         """Scales for the next step, from the second moments after this one; ones before the first."""
         with torch.no_grad():
             moments = [self._moments(parameter) for parameter in self._params.values()]
@@ -52,11 +57,6 @@ class SecondMoments:
                     scale.columns.fill_(1.0)
                 return
             self._set([moment for moment in moments if moment is not None])
-
-    def undo_(self, sums: Sequence[Tensor]) -> None:
-        """From the space in which gradients were clipped and got their noise back to that of the parameters."""
-        for scale, total in zip(self.scales.values(), sums, strict=True):
-            scale.undo_(total)
 
     def _set(self, moments: Sequence[Tensor]) -> None:
         """Everything stays on the device: nobody waits for a number."""

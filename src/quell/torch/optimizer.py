@@ -21,7 +21,6 @@ from quell.adapters.report import PrivacyReport, privacy_report
 from quell.auditing import Audit
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
-from quell.torch.adam import SecondMoments
 from quell.torch.averages import AveragedWeights
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
@@ -38,14 +37,7 @@ class PrivateOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True  # so that a GradScaler hands its scale over, and can be refused
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        run: TrainingRun,
-        engine: Engine,
-        ema: float | None = None,
-        moments: SecondMoments | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, run: TrainingRun, engine: Engine, ema: float | None = None) -> None:
         self.original_optimizer = optimizer
         self.run = run
         self.noise_multiplier = run.mechanism.noise_multiplier
@@ -62,16 +54,12 @@ class PrivateOptimizer(Optimizer):
         self._noised: set[Optimizer] = set()  # the wrapped ones that have not used a step's noisy gradient yet
         self._to_replay: Start | None = None
         self._averages = None if ema is None else AveragedWeights(self._trained, ema)
-        self._moments = moments
-        if moments is not None:
-            engine.scales = moments.scales
-            moments.update()
         run.forget_gradients = engine.discard
         for hooks in _HOOKS:  # hooks registered here run when the wrapped optimizer steps, saves and loads
             setattr(self, hooks, getattr(optimizer, hooks))
         for part in parts_of(optimizer):
             part.register_step_pre_hook(self._require_noise)
-            part.register_step_post_hook(self._stepped)
+            part.register_step_post_hook(self._average)
 
     @property
     def param_groups(self) -> Any:
@@ -173,8 +161,7 @@ class PrivateOptimizer(Optimizer):
         self.run.noise.add_(sums)
         if self.run.planted is not None:
             self.run.planted.find(step, sums, unfinished)
-        if self._moments is not None:
-            self._moments.undo_(sums)
+        self._engine.unscale_(sums)
         for parameter, total in zip(self._trained, sums, strict=True):
             set_gradient(parameter, total)
         self._used = True
@@ -228,8 +215,6 @@ class PrivateOptimizer(Optimizer):
             shard_state(self.original_optimizer)
         if self._averages is not None:
             self._averages.load_state_dict(averages)
-        if self._moments is not None:
-            self._moments.update()
         self.run.restart_step()
         self._used, self._noised = False, set()
 
@@ -297,12 +282,10 @@ class PrivateOptimizer(Optimizer):
                     f"noise: {_SAME_PARAMETERS}"
                 )
 
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _average(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Runs after every step of a wrapped optimizer."""
         if self._averages is not None:
             self._averages.update((p for group in optimizer.param_groups for p in group["params"]), self.run.step)
-        if self._moments is not None and not self._noised:  # it was the last of them
-            self._moments.update()
 
     def _require_training_weights(self) -> None:
         if self._averages is not None:

@@ -189,8 +189,9 @@ def make_private(
             run.planted = PlantedCanaries(run, engine, canaries)
         if cuda_graphs and isinstance(engine, LayerEngine):
             record_passes(engine, model, lambda: probe.watching)
-        moments = SecondMoments(optimizer, params) if scale_gradients else None
-        private = PrivateOptimizer(optimizer, run, engine, ema, moments)
+        private = PrivateOptimizer(optimizer, run, engine, ema)
+        if scale_gradients:
+            engine.scales = SecondMoments(optimizer, params).scales
     model._quell_private = True
     return model, private, loader
 

@@ -61,6 +61,12 @@ class Engine(ABC):
         """Forget gradients that were computed and not collected."""
         self._seen, self._sums = 0, {}
 
+    def unscale_(self, sums: Sequence[Tensor]) -> None:
+        """From the space in which gradients were clipped and got their noise back to that of the parameters."""
+        for name, total in zip(self.params, sums, strict=True):
+            if name in self.scales:
+                self.scales[name].undo_(total)
+
     def require_bounded(self) -> None:  # noqa: B027 - most engines look at their sums at once
         """Refuse sums that were too large, where an engine has not looked at all of them yet."""
 
