@@ -29,6 +29,7 @@ from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.joined import JoinedOptimizer
 from quell.torch.loader import PlannedLoader
+from quell.torch.moments import CorrectedMoments
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.probe import Probe
 from quell.torch.sharding import is_sharded
@@ -67,6 +68,7 @@ def make_private(
     canaries: int = 0,
     ema: float | None = None,
     scale_gradients: bool = False,
+    correct_moments: bool = False,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Make a training loop private: returns model, optimizer and loader for the loop you already have.
 
@@ -122,6 +124,8 @@ def make_private(
             optimizer.averaged():` the model has the averaged weights. They cost no privacy, and a copy of the model.
         scale_gradients: For Adam and AdamW: scale gradients before they are clipped by the second moments that the
             optimizer has of the released ones, so that the noise is as large as what it is divided by.
+        correct_moments: For AdamW where gradients are not scaled: subtract the variance of the noise from the second
+            moments that it divides by. Otherwise they are mostly noise, and AdamW steps like SGD.
 
     Returns:
         The model, the wrapped optimizer, and the loader of the plan's batches.
@@ -146,6 +150,8 @@ def make_private(
         raise QuellError("rows_per_example, rows_per_user and fixed_shape need clipping='layers': leave them out")
     if cuda_graphs and clipping == "microbatch":
         raise QuellError("cuda_graphs needs clipping='layers': leave it out")
+    if scale_gradients and correct_moments:
+        raise QuellError("scale_gradients=True needs no correct_moments=True, which is for noise of one size: pass one")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
     if isinstance(optimizer, (list, tuple)):
@@ -174,6 +180,7 @@ def make_private(
         }
         own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries, "ema": ema}
         own |= {"max_grad_norm": bounds.settings, "scale_gradients": scale_gradients}
+        own |= {"correct_moments": correct_moments}
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
@@ -192,6 +199,9 @@ def make_private(
         private = PrivateOptimizer(optimizer, run, engine, ema)
         if scale_gradients:
             engine.scales = SecondMoments(optimizer, params).scales
+        if correct_moments:
+            deviation = run.noise.scale / run.expected_batch_size
+            CorrectedMoments(optimizer, run.mechanism.strategy, deviation, lambda: run.step)
     model._quell_private = True
     return model, private, loader
 
