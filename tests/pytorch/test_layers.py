@@ -10,6 +10,7 @@ from torch import nn
 
 from quell.errors import QuellError
 from quell.torch.engine.layers import LayerEngine
+from quell.torch.standardised import StandardisedConv2d
 
 
 def numbers(*shape):
@@ -123,6 +124,8 @@ LAYERS = [
     *convolutions(padding="same", padding_mode="reflect"),
     *convolutions(padding=1, padding_mode="replicate"),
     (lambda: nn.Conv2d(4, 4, (3, 2), stride=(1, 2), padding=(2, 0), dilation=(1, 2)), numbers(4, 4, 7, 6)),
+    (lambda: StandardisedConv2d(4, 6, 3, groups=2, stride=2), numbers(4, 4, 7, 7)),
+    (lambda: StandardisedConv2d(40, 40, 3), numbers(4, 40, 4, 4)),
     (lambda: nn.Conv2d(40, 40, 3), numbers(4, 40, 4, 4)),  # few places: patches are unfolded again for the sum
     (lambda: nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1), numbers(4, 4, 5, 5)),
     *[(lambda: nn.Linear(6, 3), numbers(*shape)) for shape in ((4, 6), (4, 5, 6), (4, 2, 5, 6))],

@@ -8,7 +8,13 @@ from torch import nn
 
 from quell.errors import QuellError
 from quell.noise import claims
-from quell.torch import load_checkpoint, make_private, replace_batch_norm, save_checkpoint
+from quell.torch import (
+    load_checkpoint,
+    make_private,
+    replace_batch_norm,
+    save_checkpoint,
+    standardise_convolutions,
+)
 
 from .conftest import small_plan
 from .training import examples, network, reference_run, seeded, train, without_noise
@@ -152,6 +158,28 @@ def test_batch_norm_is_replaced_by_one_line(plan):
     trio = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, plan)
     train(*trio, steps=2)
     assert isinstance(replace_batch_norm(nn.BatchNorm1d(7), groups=4), nn.GroupNorm)
+
+
+@pytest.mark.parametrize("options", [{}, {"clipping": "microbatch"}, {"autocast": True}])
+def test_standardised_convolutions_train_on_their_own_weights(options, plan):
+    """The first batch's gradients are compared with autograd's by the engine; afterwards all is as with any weights."""
+    torch.manual_seed(0)
+    model = replace_batch_norm(residual())
+    model(torch.randn(1, 3, 5, 5))
+    weights = [p.detach().clone() for p in model.parameters()]
+    assert standardise_convolutions(model) is model
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), weights, strict=True))
+    kernel, x = model[0].weight.detach(), torch.randn(2, 3, 5, 5)
+    by_hand = (kernel - kernel.mean((1, 2, 3), keepdim=True)) / torch.sqrt(
+        kernel.var((1, 2, 3), correction=0, keepdim=True) * 27 + 1e-5
+    )
+    torch.testing.assert_close(model[0](x), nn.functional.conv2d(x, by_hand, model[0].bias), rtol=1e-5, atol=1e-5)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3, 5, 5), torch.randint(0, 3, (40,)))
+    given = {name: value for name, value in options.items() if name != "autocast"}
+    model, optimizer, loader = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, plan, **given)
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in options):
+        train(model, optimizer, loader, steps=2)
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), weights, strict=True))
 
 
 def test_a_batch_norm_that_does_more_is_named():

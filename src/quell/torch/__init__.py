@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quell.torch.checks import PlanMismatchWarning
     from quell.torch.private import make_private
     from quell.torch.probe import UncheckedLossWarning
+    from quell.torch.standardised import standardise_convolutions
 
 __all__ = [
     "CorrelatedNoise",
@@ -34,6 +35,7 @@ __all__ = [
     "make_private",
     "replace_batch_norm",
     "save_checkpoint",
+    "standardise_convolutions",
 ]
 
 # Loaded on first use: they need the accountants, the parts above do not.
@@ -47,6 +49,7 @@ _HOMES = {
     "make_private": "quell.torch.private",
     "replace_batch_norm": "quell.torch.batch_norm",
     "save_checkpoint": "quell.torch.checkpoints",
+    "standardise_convolutions": "quell.torch.standardised",
 }
 
 

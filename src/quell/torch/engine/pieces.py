@@ -143,13 +143,14 @@ class Patches:
     unfold: Callable[[Tensor], Tensor]  # (rows, channels in, *places) to (rows, places, width)
     width: int  # of a patch: channels in × kernel
     groups: int
+    through: Callable[[Tensor], Tensor] | None = None  # what (units, channels out, rest) gradients still go through
 
     @property
     def units(self) -> int:
         return int(self.g.shape[0])
 
     def norms(self) -> Tensor:
-        found = [_grouped_norms(part, self.groups) for part in self._outer()]
+        found = [row_norms(self._whole(part)).float() for part in self._outer()]
         return torch.cat(found) if found else torch.zeros(0, device=self.g.device)
 
     def sum(self, weights: Tensor) -> Tensor:
@@ -157,13 +158,18 @@ class Patches:
         for part in self._outer():
             chosen = weights[first : first + part.units // self.groups]
             first += len(chosen)
-            found = found + _sum_of_rows(whole(part).reshape(len(chosen), -1), chosen)
+            found = found + _sum_of_rows(self._whole(part), chosen)
         return found
 
     def rows(self, shape: torch.Size) -> Rows:
         """The per-unit gradients, to be kept instead of this piece."""
-        made = [whole(part).reshape(-1, *shape) for part in self._outer()]
+        made = [self._whole(part).view(-1, *shape) for part in self._outer()]
         return Rows(torch.cat(made) if made else self.g.new_zeros(0, *shape))
+
+    def _whole(self, part: Outer) -> Tensor:
+        """(units, elements of the weight) gradients, the same bits for norms and sums: nothing is to be allowed for."""
+        made = whole(part).view(part.units // self.groups, self.g.shape[2], -1)
+        return (made if self.through is None else self.through(wide(made))).flatten(1)
 
     def _outer(self) -> Iterator[Outer]:
         """A few units at a time, each group of channels as a unit of its own."""
@@ -206,11 +212,6 @@ def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
 def whole(part: Outer) -> Tensor:
     """(units, outputs, inputs) the per-unit gradients, made by one batched product: the same bits every time."""
     return torch.bmm(part.g.transpose(1, 2), part.a)
-
-
-def _grouped_norms(part: Outer, groups: int) -> Tensor:
-    """Norms of whole per-unit gradients. `sum` makes the same numbers again, so nothing has to be allowed for."""
-    return row_norms(whole(part).view(part.units // groups, -1)).float()
 
 
 def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:

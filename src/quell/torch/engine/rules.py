@@ -20,6 +20,8 @@ from torch.nn import functional
 from quell.errors import QuellError
 from quell.torch.engine import kernels
 from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Tokens, kept, wide
+from quell.torch.sharding import is_sharded
+from quell.torch.standardised import StandardisedConv2d, brought_back
 
 Pieces = Iterable[tuple[str, Piece]]
 Rule = Callable[[Any, tuple[Tensor, ...], tuple[Tensor, ...], int], Pieces]  # layer, inputs, gradients, rows of a unit
@@ -49,14 +51,30 @@ def embedding(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, .
     yield "weight", Tokens(gradients[0].reshape(*tokens.shape, -1), tokens, layer.num_embeddings, padding)
 
 
-def convolution(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+def convolution(
+    layer: Any,
+    inputs: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
+    rows: int,
+    through: Callable[[Tensor], Tensor] | None = None,
+) -> Pieces:
     g = by_unit(gradients[0], rows)
     if layer.weight.requires_grad:
         x = by_unit(inputs[0].to(g.dtype), rows)
         width = layer.in_channels * math.prod(layer.kernel_size)
-        yield "weight", kept(Patches(g, x, partial(_unfold, layer), width, layer.groups), layer.weight.shape)
+        patches = Patches(g, x, partial(_unfold, layer), width, layer.groups, through)
+        yield "weight", kept(patches, layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
         yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=torch.float64 if g.dtype == torch.float64 else torch.float32))
+
+
+def standardised_convolution(
+    layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int
+) -> Pieces:
+    """A convolution by a function of its weight: gradients of what that made go back through it."""
+    if is_sharded(layer.weight):
+        raise QuellError("standardised convolutions need whole weights, and these are sharded: do not shard them")
+    yield from convolution(layer, inputs, gradients, rows, brought_back(layer.weight))
 
 
 def normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
@@ -167,6 +185,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
     nn.Conv3d: convolution,
+    StandardisedConv2d: standardised_convolution,
     nn.LayerNorm: normalisation,
     nn.RMSNorm: normalisation,
     nn.GroupNorm: channel_normalisation,
@@ -176,7 +195,12 @@ RULES: dict[type[nn.Module], Rule] = {
 }
 
 
-LOWERED = (linear, transposed_linear, convolution)  # whose inputs autocast turns into bfloat16
+LOWERED = (
+    linear,
+    transposed_linear,
+    convolution,
+    standardised_convolution,
+)  # whose inputs autocast turns into bfloat16
 
 
 def rule_for(layer: nn.Module) -> Rule | None:

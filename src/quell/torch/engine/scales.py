@@ -8,7 +8,7 @@ are scaled when they are asked for: the same operation on the same tensors gives
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,20 +63,9 @@ def scaled(piece: Piece, scale: Scale) -> Piece:
                 _times(tokens.g, r[tokens.tokens].unsqueeze(-1) * c), tokens.tokens, tokens.vocabulary, tokens.padding
             ),
         )
-    if isinstance(piece, Patches):
-        patches = piece
-        channels = r.view(-1, *[1] * (patches.g.dim() - 3))
-        columns = c.repeat(patches.groups)
-        return Scaled(
-            patches.units,
-            lambda: Patches(
-                _times(patches.g, channels),
-                patches.x,
-                lambda x: _times(patches.unfold(x), columns),
-                patches.width,
-                patches.groups,
-            ),
-        )
+    if isinstance(piece, Patches):  # makes its gradients a few units at a time
+        before = piece.through
+        return replace(piece, through=lambda made: (made if before is None else before(made)) * r[:, None] * c)
     assert isinstance(piece, Stacked)
     blocks = r.chunk(len(piece.parts))
     return Stacked([scaled(part, Scale(block, c)) for part, block in zip(piece.parts, blocks, strict=True)])
