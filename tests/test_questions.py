@@ -44,7 +44,7 @@ def test_errors_out_of_reach_are_refused(target):
 
 
 def test_a_target_rmse_refuses_another_objective():
-    with pytest.raises(QuellError, match="minimises the rmse, not the objective training"):
+    with pytest.raises(QuellError, match="minimises the rmse, not the objective loss"):
         questions.plan_for_rmse(Run.from_data(**SMALL), 2.0)
 
 
@@ -54,7 +54,7 @@ def test_more_epochs_in_the_same_steps_lower_the_error_per_example():
     choices = questions.choices_for_steps(100, **known)
     assert [choice.run.epochs for choice in choices][:3] == [1, 2, 4]
     assert all(90 <= choice.run.steps <= 110 for choice in choices)
-    assert choices[1].error_per_example < choices[0].error_per_example
+    assert choices[1].error < choices[0].error
     with pytest.raises(QuellError, match="more than Quell can plan for"):
         questions.choices_for_steps(10**9, **known)
 

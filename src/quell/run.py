@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from quell import workload
-from quell.analysis.objective import OBJECTIVES
+from quell.analysis.objective import DEFAULT, OBJECTIVES
 from quell.costs import Limits, TimeLimit
 from quell.errors import QuellError, require_count, require_finite, require_privacy, short
 from quell.participation import Participation
@@ -84,7 +84,7 @@ class Run:
         promise: (ε, δ), and for whom.
         optimizer: What the optimizer does with gradients.
         schemes: The ways of forming batches that the data pipeline can do; a plan takes the best.
-        objective: What a plan minimises: "training", "rmse" or "maxse".
+        objective: What a plan minimises: "loss" (predicted training error), "rmse", "maxse" or "training".
         limits: What noise may cost in memory, draws and time.
         examples, batch_size: The data, counted in what batches are drawn of; None if the run was given by its steps.
         drawn: What batches are drawn of: "example", "user" where each user is one unit of a batch, or "group" where the
@@ -99,7 +99,7 @@ class Run:
     promise: Promise
     optimizer: Optimizer = field(default_factory=Optimizer)
     schemes: tuple[type[Scheme], ...] = BEST
-    objective: str = "training"
+    objective: str = DEFAULT
     limits: Limits = field(default_factory=Limits)
     examples: int | None = None
     batch_size: int | None = None
@@ -135,7 +135,7 @@ class Run:
         memory: float | None = 4.0,
         draws: int = 16,
         sampling: str = "best",
-        objective: str = "training",
+        objective: str = DEFAULT,
         adaptive: bool = False,
         time_limit: TimeLimit | None = None,
         separation: int | None = None,
@@ -155,7 +155,8 @@ class Run:
             momentum, weight_decay, learning_rates, adaptive: The optimizer (see `Optimizer`).
             memory, draws, time_limit: What noise may cost (see `Limits`).
             sampling: The schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
-            objective: What a plan minimises: "training" (predicted training error), "rmse" or "maxse".
+            objective: What a plan minimises: "loss" (predicted training error), "rmse", "maxse" or "training"
+                (docs/planner.md).
             separation, participations: For privacy per user with batches of examples: the fewest steps between two
                 batches with data of one user, and the most such batches. Your data pipeline has to make sure of both.
             optimizer, betas: "adam" or "adamw" with its betas, in place of `momentum` and `adaptive`.
@@ -208,7 +209,7 @@ class Run:
         delta: float,
         separation: int | None = None,
         sampling: str = FIXED.name,
-        objective: str = "training",
+        objective: str = DEFAULT,
         **optimizer: Any,
     ) -> Run:
         """A run given by its steps instead of its data.

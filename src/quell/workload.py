@@ -3,8 +3,9 @@
 Row t of A·G is what the run has released after step t. For SGD with weight decay factor α and momentum β the
 iterates are θ_t = α·θ_{t−1} − η_t·m_t with m_t = β·m_{t−1} + g_t, so A = P_α·diag(η)·P_β where P_ρ has the
 entries ρ^{i−j}: with a constant rate A is Toeplitz, the series 1/((1−αx)(1−βx)), and without momentum η_t
-weights *column* t. The inverse of each of these has at most three diagonals, which is what makes exact errors
-cheap (`quell.analysis.error`).
+weights *column* t. Where what is used is an average of the weights, e_t = ρ·e_{t−1} + (1−ρ)·θ_t, A is (1−ρ)·P_ρ times
+that. The inverse of each of these has at most four diagonals, which is what makes exact errors cheap
+(`quell.analysis.error`).
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ class Workload:
     momentum: float = 0.0
     rates: Array | None = None
     given: Array | None = None  # the first column of a Toeplitz workload that is not SGD's
+    ema: float = 0.0  # ρ, the rate of an average of the weights; 0 for the weights themselves
 
     def __repr__(self) -> str:
         if self.given is not None:
             return f"Workload({self.steps:,} steps, given Toeplitz coefficients)"
         schedule = "" if self.rates is None else ", with a learning-rate schedule"
+        schedule += f", averaged at rate {self.ema:g}" if self.ema else ""
         return f"Workload({self.steps:,} steps, weight decay {self.decay:g}, momentum {self.momentum:g}{schedule})"
 
     @property
     def is_prefix(self) -> bool:
-        return self.given is None and self.decay == 1 and self.momentum == 0 and self.rates is None
+        plain = self.decay == 1 and self.momentum == 0 and self.ema == 0
+        return self.given is None and plain and self.rates is None
 
     @property
     def is_toeplitz(self) -> bool:
@@ -59,26 +63,44 @@ class Workload:
 
     @property
     def inverse_series(self) -> Array | None:
-        """The three coefficients of 1/A for SGD workloads; None for a workload given by its coefficients."""
-        if self.given is not None:
-            return None
-        return np.array([1.0, -(self.decay + self.momentum), self.decay * self.momentum])
+        """The coefficients of 1/A for SGD workloads, three or four; None for a workload given by its coefficients."""
+        return None if self.given is not None else self.closed_series(0.0)
+
+    @property
+    def recursion(self) -> tuple[Array, float, float, float]:
+        """Learning rates as shares of the largest, α, β and ρ: an SGD workload step by step."""
+        rates = np.ones(self.steps) if self.rates is None else self.rates / self.rates.max()
+        return rates, self.decay, self.momentum, self.ema
+
+    def closed_series(self, feedback: float) -> Array:
+        """The same where gradients answer to the weights of the step before (`quell.algebra.feedback`)."""
+        plain = np.array([1.0, feedback - self.decay - self.momentum, self.decay * self.momentum])
+        return np.convolve(plain, self._unaveraged) if self.ema else plain
+
+    @property
+    def _unaveraged(self) -> Array:
+        """The inverse of the average's series (1−ρ)/(1−ρx)."""
+        return np.array([1.0, -self.ema]) / (1.0 - self.ema)
 
     @property
     def inverse_bands(self) -> Array | None:
-        """(n, 3) row bands of A⁻¹, `[i, d]` holding entry (i, i−d), or None when A⁻¹ is not banded.
+        """(n, 3) row bands of A⁻¹, `[i, d]` holding entry (i, i−d), or None when A⁻¹ is not banded; (n, 4) with `ema`.
 
         A⁻¹ = P_β⁻¹·diag(1/η)·P_α⁻¹, a read-only view of one row where A is Toeplitz.
         """
         if self.inverse_series is None:
             return None
         if self.rates is None:
-            return np.broadcast_to(self.inverse_series, (self.steps, 3))
+            return np.broadcast_to(self.inverse_series, (self.steps, len(self.inverse_series)))
         now = 1.0 / self.rates
         before = np.concatenate([[0.0], now[:-1]])
         bands = np.stack([now, -self.decay * now - self.momentum * before, self.decay * self.momentum * before], axis=1)
         bands[0, 1:] = bands[1:2, 2:] = 0.0
-        return bands
+        if not self.ema:
+            return bands
+        from quell.algebra.banded import multiply  # compiled code, loaded when first needed
+
+        return multiply(bands, np.broadcast_to(self._unaveraged, (self.steps, 2)))
 
     @property
     def jumps(self) -> bool:
@@ -103,7 +125,8 @@ class Workload:
         moved = recursion(np.array([1.0, -self.momentum]), columns)
         if self.rates is not None:
             moved = moved * self.rates.reshape((-1,) + (1,) * (columns.ndim - 1))
-        return recursion(np.array([1.0, -self.decay]), moved)
+        moved = recursion(np.array([1.0, -self.decay]), moved)
+        return recursion(self._unaveraged, moved) if self.ema else moved
 
     def matrix(self) -> Array:
         """(n, n) dense A, for small n."""
@@ -132,11 +155,14 @@ def sgd(
     momentum: float = 0.0,
     weight_decay: float = 1.0,
     learning_rates: Sequence[float] | Array | None = None,
+    ema: float | None = None,
 ) -> Workload:
-    """The iterates of SGD with momentum β and weight decay factor α, 0 ≤ β < α ≤ 1.
+    """The iterates of SGD with momentum β and weight decay factor α, 0 ≤ β < α ≤ 1, or their average at rate `ema` < α.
 
     >>> sgd(3, momentum=0.5).coefficients
     array([1.  , 1.5 , 1.75])
+    >>> sgd(3, ema=0.5).coefficients
+    array([0.5  , 0.75 , 0.875])
     """
     steps = Participation.single(steps).steps  # one place decides how many steps a run may have
     momentum, weight_decay = (
@@ -149,8 +175,14 @@ def sgd(
             "weight_decay is the factor that multiplies the weights each step, 1 for none, "
             "1 - lr*w for an optimizer's weight_decay=w"
         )
+    average = 0.0 if ema is None else require_finite("ema", ema)
+    if ema is not None and not 0 < average < weight_decay:
+        raise QuellError(
+            f"ema={average:g} must be above 0 and below weight_decay={weight_decay:g}: it is the share of the average "
+            "that stays at each step, such as 0.98; leave it out to use the weights themselves"
+        )
     rates = None if learning_rates is None else _checked_rates(learning_rates, steps)
-    return Workload(steps, weight_decay, momentum, rates)
+    return Workload(steps, weight_decay, momentum, rates, ema=average)
 
 
 def adam_momentum(optimizer: str, betas: Sequence[float], momentum: float = 0.0) -> float:

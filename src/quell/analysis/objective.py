@@ -1,28 +1,116 @@
-"""What "best" means: the number that a plan minimises.
+"""What "best" means: the number that a plan minimises. Every objective is one entry of `OBJECTIVES`.
 
 `rmse` and `maxse` are the errors of the iterates. They are provable, but not what a practitioner is after: mechanisms
 with the least RMSE cancel more than training likes. The λCGD paper found the best λ two to four times smaller on the
-scale 1/(1−λ) (arXiv:2601.22334, §5.1), and over mechanisms trained on CIFAR-10 with momentum the geometric mean of the
-RMSE on the momentum workload and on plain prefix sums ranked accuracies no worse than either (docs/results.md).
+scale 1/(1−λ) (arXiv:2601.22334, §5.1).
 
-`training` says both. It is the RMSE on the optimizer's own workload with *forgetting*: what a step did fades over a
-ninth of the run, as it does in training, where later gradients correct for old noise; so it pays to cancel noise within
-that time and not beyond. For prefix sums λCGD's best memory 1/(1−λ) is √(horizon/2), so a ninth of the run means a
-third of the memory, the middle of the paper's two to four. Adaptive optimizers, for which the advice is fewer bands,
-get a sixteenth, a quarter of the memory. Where the optimizer has momentum or decay, the number is the geometric mean of
+`loss` predicts what training leaves of a loss (`quell.analysis.landscape`), told as a noise multiplier: that of
+independent noise, DP-SGD's, which would leave as much. So it is on the scale of the noise, as the other objectives are.
+
+`training` was the default before `loss`. Plan files may name it. It is the RMSE on the optimizer's own workload with
+*forgetting*: what a step did fades over a ninth of the run (a sixteenth for adaptive optimizers), so it pays to cancel
+noise within that time and not beyond. Where the optimizer has momentum or decay, the number is the geometric mean of
 that and the RMSE on plain prefix sums.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
-from quell.analysis.error import error
+from quell.analysis.error import Error, error
+from quell.analysis.landscape import Landscape, Noise
 from quell.strategy import Strategy
 from quell.workload import Workload, forgetting, prefix
 
-OBJECTIVES = ("training", "rmse", "maxse")
 FORGETTING, ADAPTIVE_FORGETTING = 1 / 9, 1 / 16  # of the run: how long a step's noise matters
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What objectives are computed from, for one strategy in one run and per unit of noise; each when first asked."""
+
+    strategy: Strategy
+    landscape: Landscape
+    adaptive: bool = False
+
+    @cached_property
+    def error(self) -> Error:
+        """RMSE and MaxSE of the model's weights."""
+        return error(self.strategy, self.landscape.workload)
+
+    @cached_property
+    def training(self) -> float:
+        """The objective `training`."""
+        return training_error(self.strategy, self.landscape.workload, self.adaptive)
+
+    @cached_property
+    def noise(self) -> Noise:
+        """What the noise costs at every learning rate."""
+        return self.landscape.noise(self.strategy)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A number to minimise, and what it is called.
+
+    Args:
+        title: Its name in sentences.
+        column: Its name in tables.
+        meaning: What the column means, in few words and in full.
+        score: The number, from what was measured and the noise multiplier. It grows with the noise.
+        predicts_loss: Whether runs of other lengths and batches are compared by the loss that is left, and not by the
+            error per example seen.
+    """
+
+    title: str
+    column: str
+    meaning: tuple[str, str]
+    score: Callable[[Measured, float], float]
+    predicts_loss: bool = False
+
+    def compares(self, drawn: str) -> str:
+        """What `across_runs` is, in words."""
+        return "predicted loss" if self.predicts_loss else f"error per {drawn} seen"
+
+    def across_runs(self, measured: Measured, sigma: float, seen: float) -> float:
+        """The number by which runs are compared that saw `seen` examples, or units of any other size."""
+        return measured.noise.best(sigma)[0] if self.predicts_loss else self.score(measured, sigma) / seen
+
+
+OBJECTIVES = {
+    "loss": Objective(
+        "predicted training error",
+        "train",
+        ("predicted training error", "predicted training error, as the σ with which DP-SGD would train equally well"),
+        lambda measured, sigma: measured.noise.equivalent(sigma),
+        predicts_loss=True,
+    ),
+    "rmse": Objective(
+        "RMSE",
+        "RMSE",
+        ("average error", "average error that noise causes in the model, per unit of clip norm"),
+        lambda measured, sigma: measured.error.rmse * sigma,
+    ),
+    "maxse": Objective(
+        "MaxSE",
+        "MaxSE",
+        ("worst-step error", "the same as RMSE at the worst step"),
+        lambda measured, sigma: measured.error.maxse * sigma,
+    ),
+    "training": Objective(
+        "RMSE with forgetting",
+        "fading",
+        (
+            "error that fades",
+            "an RMSE in which the effect of a step fades, minimised by older plans",
+        ),
+        lambda measured, sigma: measured.training * sigma,
+    ),
+}
+DEFAULT = "loss"
 
 
 def training_error(strategy: Strategy, workload: Workload, adaptive: bool = False) -> float:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quell.analysis.objective import OBJECTIVES
 from quell.cli import users
 from quell.cli.help import example_of
 from quell.errors import QuellError, read_count, require_count
@@ -52,7 +53,7 @@ stated = _panel("What is known about the data", metavar="<text>")
 _ALL = ", ".join(SCHEMES)
 _DIVERGENT = ", ".join(family.name for family in FAMILIES.values() if DIVERGENCE in family.takes)
 _WITH_RULE = ", ".join(family.name for family in FAMILIES.values() if "training" in family.objectives)
-GOALS = "What to minimise: rmse (average error), maxse (worst-step error), or training (predicted training error)."
+GOALS = f"What to minimise: {', '.join(f'{name} ({each.title})' for name, each in OBJECTIVES.items())}."
 
 
 def mechanism_names(incomplete: str) -> list[str]:

@@ -75,8 +75,8 @@ def facts(plan: Plan) -> dict[str, dict[str, Fact]]:
         "error": {
             "rmse": chosen.rmse,
             "maxse": chosen.maxse,
-            "training": chosen.training,
-            "training_per_example": chosen.training / (run.epochs * (run.examples or 1)),
+            "training": chosen.score("loss"),
+            "loss": chosen.across_runs("loss", 1.0),
         },
         "memory": {"buffers": chosen.buffers},
         "cost": {"draws": chosen.draws},

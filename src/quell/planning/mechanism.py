@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from quell.analysis.error import Error
+from quell.analysis.objective import OBJECTIVES, Measured
 from quell.errors import QuellError, at_least
 from quell.privacy import Estimate, Guarantee
 from quell.schemes import SCHEMES, Scheme
@@ -21,14 +23,12 @@ class Mechanism:
     Args:
         strategy: How the noise is correlated.
         claim: The guarantee behind the noise, or an estimate if the mechanism is not certified.
-        unit_error: RMSE and MaxSE of the model's weights per unit of noise and clip norm.
-        unit_training: The predicted training error per unit of noise and clip norm.
+        measured: What objectives are computed from, per unit of noise and clip norm.
     """
 
     strategy: Strategy
     claim: Guarantee | Estimate
-    unit_error: Error
-    unit_training: float
+    measured: Measured
 
     @property
     def name(self) -> str:
@@ -70,23 +70,38 @@ class Mechanism:
         return self.claim.noise_multiplier
 
     @property
-    def training(self) -> float:
-        """Predicted training error, per unit of clip norm (docs/planner.md)."""
-        return self.unit_training * self.noise_multiplier
+    def unit_error(self) -> Error:
+        """RMSE and MaxSE of the model's weights per unit of noise and clip norm."""
+        return self.measured.error
 
     def score(self, objective: str) -> float:
-        """The number that a plan with this objective minimises."""
-        return {"rmse": self.rmse, "maxse": self.maxse, "training": self.training}[objective]
+        """The number that a plan with this objective minimises (docs/planner.md)."""
+        if objective not in self._scores:
+            self._scores[objective] = OBJECTIVES[objective].score(self.measured, self.noise_multiplier)
+        return self._scores[objective]
+
+    @cached_property
+    def _scores(self) -> dict[str, float]:
+        return {}
 
     @property
     def rmse(self) -> float:
         """Average error that noise causes in the model over the run, per unit of clip norm."""
-        return self.unit_error.rmse * self.noise_multiplier
+        return self.score("rmse")
 
     @property
     def maxse(self) -> float:
         """The same at the worst step."""
-        return self.unit_error.maxse * self.noise_multiplier
+        return self.score("maxse")
+
+    @property
+    def learning_rate(self) -> float:
+        """The predicted best learning rate, in a unit that mechanisms of one run share: only ratios mean something."""
+        return self.measured.noise.best(self.noise_multiplier)[1]
+
+    def across_runs(self, objective: str, seen: float) -> float:
+        """The number by which mechanisms of different runs are compared, `seen` telling how many examples they see."""
+        return OBJECTIVES[objective].across_runs(self.measured, self.noise_multiplier, seen)
 
     @property
     def buffers(self) -> int:
@@ -107,7 +122,7 @@ class Mechanism:
             "parameters": dict(self.strategy.parameters),
             **({} if solution is None or solution.size > MOST_NUMBERS else {"solution": solution.tolist()}),
             "noise": {"multiplier": self.noise_multiplier, "buffers": self.buffers, "draws": self.draws},
-            "error": {"rmse": self.rmse, "maxse": self.maxse, "training": self.training},
+            "error": {objective: self.score(objective) for objective in OBJECTIVES},
             "guarantee": {
                 "sampling": guarantee.sampling,
                 "adjacency": guarantee.adjacency,

@@ -10,8 +10,8 @@ from typing import Any
 from quell import privacy
 from quell._types import Array
 from quell.analysis import bounds
-from quell.analysis.error import Error, error
-from quell.analysis.objective import training_error
+from quell.analysis.landscape import Landscape
+from quell.analysis.objective import OBJECTIVES, Measured
 from quell.errors import QuellError, short
 from quell.planning.mechanism import Mechanism
 from quell.privacy import Estimate, Guarantee, gaussian_sigma
@@ -85,10 +85,9 @@ class Prices:
         accountant = self.scheme(strategy, kind).accountant(strategy)
         return accountant.at_least(self.run.epsilon, self.run.delta)
 
-    def unit_score(self, strategy: Strategy, objective: str) -> float:
-        """The objective per unit of noise."""
-        unit_error, unit_training = self._measured(strategy)
-        return {"rmse": unit_error.rmse, "maxse": unit_error.maxse, "training": unit_training}[objective]
+    def score(self, strategy: Strategy, objective: str, noise: float) -> float:
+        """The objective with this noise."""
+        return OBJECTIVES[objective].score(self._measured(strategy), noise)
 
     def kinds_for(self, strategy: Strategy) -> tuple[type[Scheme], ...]:
         """The allowed schemes that a strategy should be tried with."""
@@ -147,17 +146,19 @@ class Prices:
 
     def with_claim(self, strategy: Strategy, claim: Guarantee | Estimate) -> Mechanism:
         """A mechanism from a strategy and a claim that was made elsewhere."""
-        return Mechanism(strategy, claim, *self._measured(strategy))
+        return Mechanism(strategy, claim, self._measured(strategy))
 
-    def _measured(self, strategy: Strategy) -> tuple[Error, float]:
-        if strategy not in self._errors:
-            adaptive = self.run.optimizer.adaptive
-            self._errors[strategy] = (
-                error(strategy, self.run.workload),
-                training_error(strategy, self.run.workload, adaptive),
-            )
-        return self._errors[strategy]
+    def _measured(self, strategy: Strategy) -> Measured:
+        if strategy not in self._known:
+            found = Measured(strategy, self._landscape, self.run.optimizer.adaptive)
+            assert found.error  # which refuses strategies whose error cannot be computed
+            self._known[strategy] = found
+        return self._known[strategy]
 
     @cached_property
-    def _errors(self) -> dict[Strategy, tuple[Error, float]]:
+    def _known(self) -> dict[Strategy, Measured]:
         return {}
+
+    @cached_property
+    def _landscape(self) -> Landscape:
+        return Landscape(self.run.workload, self.run.steps_per_epoch, self.run.batch_size)

@@ -2,9 +2,9 @@
 
 All answers are estimates except `plan_for_rmse`, which ends in a certified plan.
 
-Runs of different length are compared by their error *per example seen*: the error that the objective measures,
-divided by epochs × examples. The sum of gradients that training follows grows with the number of examples seen, so that
-is noise relative to progress.
+Runs of different length are compared by the predicted loss. Other objectives are compared by their error *per example
+seen*, divided by epochs × examples. The sum of gradients that training follows grows with the number of examples seen,
+so that is noise relative to progress.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from quell.strategy.family import HORIZON
 class Change:
     """A change of the run, the mechanism it would get, and its error relative to the plan's.
 
-    `what` is "memory" (as much as the mechanism needs), or "epochs" or "batch_size" (twice as many), for which errors
-    are compared per example seen.
+    `what` is "memory" (as much as the mechanism needs), or "epochs" or "batch_size" (twice as many), which are
+    compared as different runs.
     """
 
     what: str
@@ -48,6 +48,7 @@ class Answers:
     dpsgd: Mechanism
     dpsgd_is_estimated: bool  # without amplification estimates are exact
     equivalent_epsilon: float  # the ε that DP-SGD would need for the recommended mechanism's RMSE
+    learning_rate: float  # the predicted best one, as a multiple of DP-SGD's
     lower_bound: float
     # The best for each amount of memory, by the plan's objective, within the other limits; empty where that is not
     # known, because a plan file does not hold the estimates that the plan was chosen from.
@@ -74,6 +75,7 @@ def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> 
         prices.dpsgd,
         prices.dpsgd.scheme.amplifies,
         prices.equivalent_epsilon(plan.mechanism),
+        plan.mechanism.learning_rate / prices.dpsgd.learning_rate,
         plan.lower_bound,
         tuple(pareto(compared, plan.run.objective)),
         tuple(pareto(plan.alternatives, "rmse")),
@@ -103,7 +105,7 @@ def changes(plan: Plan) -> Iterator[Change]:
         except QuellError:  # the mechanism does not go with that
             continue
         seen = other.epochs / run.epochs
-        yield Change(what, found, found.score(objective) / seen / chosen.score(objective))
+        yield Change(what, found, found.across_runs(objective, seen) / chosen.across_runs(objective, 1.0))
 
 
 def same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:
@@ -173,9 +175,9 @@ class EpochChoice:
     mechanism: Mechanism
 
     @property
-    def error_per_example(self) -> float:
-        """The objective's error per example (or user) seen."""
-        return self.mechanism.score(self.run.objective) / (self.run.epochs * (self.run.examples or 1))
+    def error(self) -> float:
+        """The objective's error per example (or user) seen, or the loss that it predicts."""
+        return self.mechanism.across_runs(self.run.objective, self.run.epochs * (self.run.examples or 1))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for `quell plan --steps --json`."""
@@ -184,7 +186,7 @@ class EpochChoice:
             "batch_size": self.run.batch_size,
             "mechanism": self.mechanism.name,
             "sampling": self.mechanism.sampling,
-            "error_per_example": self.error_per_example,
+            "error": self.error,
         }
 
 
@@ -221,7 +223,7 @@ def choices_for_steps(
         with threadpool_limits(1):
             best = search(Prices(run), families=sturdy)
         found += [EpochChoice(run, each) for each in best[:1]]
-        if len(found) > 1 and found[-1].error_per_example > 0.95 * found[-2].error_per_example:
+        if len(found) > 1 and found[-1].error > 0.95 * found[-2].error:
             break
     if not found:
         raise QuellError("no mechanism goes with this sampling here: allow more schemes, or all (best)")

@@ -224,7 +224,7 @@ def rule_out(candidate: Candidate, strategy: Strategy, tried: Tried, objective: 
         return None
     if candidate not in tried.bounds:
         tried.bounds[candidate] = tried.prices.at_least(strategy, candidate.kind)
-    bound = tried.bounds[candidate] * tried.prices.unit_score(strategy, objective)
+    bound = tried.prices.score(strategy, objective, tried.bounds[candidate])
     return bound if bound > tried.least_score(objective) else None
 
 
@@ -256,7 +256,7 @@ def show_ruled_out(tried: Tried, objective: str) -> None:
         strategy = tried.strategy(candidate)
         if candidate.family in shown or strategy is None:
             continue
-        bound = noise * tried.prices.unit_score(strategy, objective)
+        bound = tried.prices.score(strategy, objective, noise)
         if candidate.family not in promising or bound < promising[candidate.family][0]:
             promising[candidate.family] = bound, candidate, strategy
     for _, candidate, strategy in promising.values():

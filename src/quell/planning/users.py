@@ -29,7 +29,7 @@ _ROWS = (1, 4, 16)  # per user and step, beside those that were asked for
 class Limit:
     """So many participations of each user: their noise, their error and the data that they leave unseen.
 
-    `error` is the plan's objective per user seen, relative to the plan's own. `seen` is, by rows per user and step, the
+    `error` is the RMSE per user seen, relative to the plan's own. `seen` is, by rows per user and step, the
     largest share of all rows that can be seen.
     """
 
@@ -108,7 +108,7 @@ def _limits(plan: Plan, counts: Indices, total: int, rows: Sequence[int]) -> Ite
                     found = same_kind(chosen, other, run.participation.separation)
             except QuellError:  # the mechanism does not go with that
                 continue
-        error = found.score(run.objective) / chosen.score(run.objective) * run.epochs / epochs
+        error = found.rmse / chosen.rmse * run.epochs / epochs
         seen = {each: float(np.minimum(counts, each * epochs).sum() / total) for each in rows}
         yield Limit(epochs, found.noise_multiplier, error, seen)
 

@@ -90,7 +90,7 @@ def row(prices: Prices, mechanism: Mechanism) -> dict[str, Any]:
         "sensitivity": moved.value,
         "sensitivity_kind": moved.kind,
         "noise_multiplier": mechanism.noise_multiplier,
-        **now["error"],
+        **{name: now["error"][name] for name in ("rmse", "maxse", "training")},
         "buffers": mechanism.buffers,
         "draws": mechanism.draws,
         "dpsgd_rmse": prices.dpsgd.rmse,

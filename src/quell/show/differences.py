@@ -26,7 +26,7 @@ _NAMES = {
     "rmse": "RMSE",
     "maxse": "MaxSE",
     "training": "predicted training error",
-    "training_per_example": "the same per example seen",
+    "loss": "predicted loss",
     "buffers": "model copies kept",
     "draws": "noise vectors per step",
 }
@@ -55,11 +55,11 @@ def sentences(found: Sequence[Difference]) -> list[str]:
             each = by_name[name]
             lines.append(text.format(first=each.first, second=each.second))
     another_run = any(each.part == "run" for each in found)
-    errors = ("training_per_example",) if another_run else ("rmse", "training")
-    told = [_error(by_name[name], another_run) for name in errors if name in by_name]
+    errors = ("loss",) if another_run else ("rmse", "training")
+    told = [_error(by_name[name]) for name in errors if name in by_name]
     lines.append(f"B leaves {' and '.join(told)}." if told else "They leave equally much error.")
     if another_run:
-        lines.append("The runs differ, so errors are compared per example seen: noise relative to progress.")
+        lines.append("The runs differ, so they are compared by the loss that training is predicted to leave.")
     for name, thing in (("buffers", "model copy"), ("draws", "noise vector")):
         if name in by_name:
             verb, when = ("keeps", "") if name == "buffers" else ("makes", " per step")
@@ -109,9 +109,9 @@ def _instead(each: Difference) -> str:
     return f"{name} = {shown(each.name, each.second)} instead of {shown(each.name, each.first)}"
 
 
-def _error(each: Difference, relative: bool) -> str:
+def _error(each: Difference) -> str:
     ratio = each.ratio or 1.0
-    name = "predicted training error per example seen" if relative else _NAMES[each.name]
+    name = _NAMES[each.name]
     if abs(ratio - 1) < _SAME:
         return f"about as much {name}"
     values = f"{shown(each.name, each.second)} instead of {shown(each.name, each.first)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from quell.analysis.objective import OBJECTIVES
 from quell.strategy import INDEPENDENT
 from quell.strategy.family import DIVERGENCE, HORIZON, NORMALISE
 from quell.strategy.spelling import SYMBOLS, spelled
@@ -12,16 +13,12 @@ from quell.strategy.spelling import SYMBOLS, spelled
 if TYPE_CHECKING:
     from quell.planning import Mechanism
 
-ERRORS = {"training": "predicted training error", "rmse": "RMSE", "maxse": "MaxSE"}
-COLUMN_OF = {"training": "train", "rmse": "RMSE", "maxse": "MaxSE"}
 RECOMMENDED, BEYOND, ESTIMATED = "➤", "✗", "~"
 
 COLUMNS = {  # in few words, and in full
     "sampling": ("how batches are formed", "how batches are formed; the promise holds for no other way"),
     "σ": ("noise multiplier", "noise multiplier, the standard deviation of the noise per unit of clip norm"),
-    "RMSE": ("average error", "average error that noise causes in the model, per unit of clip norm"),
-    "MaxSE": ("worst-step error", "the same as RMSE at the worst step"),
-    "train": ("predicted training error", "predicted training error, an RMSE in which the effect of a step fades"),
+    **{each.column: each.meaning for each in OBJECTIVES.values()},
     "gain": ("DP-SGD's RMSE over this", "DP-SGD's RMSE divided by this one (estimated where batches are random)"),
     "mem": ("model copies kept", "model-sized vectors kept between steps"),
     "draws": ("noise vectors per step", "noise vectors made per step"),
@@ -74,8 +71,8 @@ def legend(
     found |= {mark: texts for mark, texts in _MARKS.items() if mark in marks}
     sentences = [f"{sign}: {texts[full]}." for sign, texts in found.items()]
     if objective is not None:
-        column = COLUMN_OF[objective]
-        sentences.append(f"The plan minimises {column if column in columns else f'the {ERRORS[objective]}'}.")
+        column, title = OBJECTIVES[objective].column, OBJECTIVES[objective].title
+        sentences.append(f"The plan minimises {column if column in columns else f'the {title}'}.")
     families = dict.fromkeys(each.family for each in mechanisms if each.family is not INDEPENDENT)
     if full and (named := [f"{family.name} is {family.paper}" for family in families if family.paper]):
         sentences.append(f"In papers {', '.join(named)}.")

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from quell.analysis.objective import OBJECTIVES
 from quell.show import cards, words
-from quell.show.legend import BEYOND, COLUMN_OF, ESTIMATED, RECOMMENDED, legend
+from quell.show.legend import BEYOND, ESTIMATED, RECOMMENDED, legend
 from quell.strategy import FAMILIES
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from quell.planning.file import Check
     from quell.planning.questions import Answers, EpochChoice
 
-_EXPENDABLE = ("draws", "gain", "MaxSE", "train", "sampling", "mem")  # in narrow terminals, first to last
+_SCORES = tuple(objective.column for name, objective in OBJECTIVES.items() if name != "rmse")
+_EXPENDABLE = ("draws", "gain", *_SCORES, "sampling", "mem")  # in narrow terminals, first to last
 _TEXT_WIDTH = 120
 
 
@@ -47,7 +49,7 @@ def mechanism_table(
         "sampling": [each.sampling for each in mechanisms],
         "σ": [words.noise(each.noise_multiplier, not each.certified) for each in mechanisms],
         "RMSE": [words.amount(each.rmse) for each in mechanisms],
-        COLUMN_OF[measure]: [words.amount(each.score(measure)) for each in mechanisms],
+        OBJECTIVES[measure].column: [words.amount(each.score(measure)) for each in mechanisms],
         "gain": [f"{words.times(dpsgd_rmse / each.rmse)}×" for each in mechanisms],
         "mem": [f"{each.buffers:,}" for each in mechanisms],
         "draws": [f"{each.draws:,}" for each in mechanisms],
@@ -88,7 +90,7 @@ def print_plan(plan: Plan, answers: Answers, console: Console, explain: bool = T
     )
     for note in words.notes(plan.run):
         console.print(f"Note: {note}", style="yellow", highlight=False)
-    for line in words.reasons(plan, answers) if explain else [*words.learning_rate(plan), words.MORE]:
+    for line in words.reasons(plan, answers) if explain else [*words.learning_rate(plan, answers), words.MORE]:
         console.print(line, highlight=False)
 
 
@@ -117,9 +119,9 @@ def plan_html(plan: Plan, answers: Answers) -> str:
 
 def choices_table(choices: Sequence[EpochChoice]) -> Table:
     """Ways to spend a fixed number of steps."""
-    seen = f"error per {choices[0].run.drawn} seen"
-    table = Table("epochs", "batch", "mechanism", "sampling", "σ", seen, box=box.SIMPLE_HEAD)
     first, least = choices[0], words.counted(choices[0].run.epochs, "epoch")
+    compared = OBJECTIVES[first.run.objective].compares(first.run.drawn)
+    table = Table("epochs", "batch", "mechanism", "sampling", "σ", compared, box=box.SIMPLE_HEAD)
     for choice in choices:
         table.add_row(
             f"{choice.run.epochs:,}",
@@ -127,7 +129,7 @@ def choices_table(choices: Sequence[EpochChoice]) -> Table:
             words.label(choice.mechanism),
             choice.mechanism.sampling,
             words.noise(choice.mechanism.noise_multiplier, estimated=True),
-            f"{choice.error_per_example / first.error_per_example:.3f} × that of {least}",
+            f"{choice.error / first.error:.3f} × that of {least}",
         )
     return table
 

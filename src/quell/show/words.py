@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quell.analysis.objective import DEFAULT, OBJECTIVES
 from quell.errors import at_least
-from quell.show.legend import ERRORS
 from quell.strategy import INDEPENDENT
 from quell.strategy.spelling import spelled
 
@@ -252,7 +252,7 @@ def reasons(plan: Plan, answers: Answers) -> list[str]:
     chosen, objective, lines = plan.mechanism, plan.run.objective, list[str]()
     affordable = [mechanism for mechanism in plan.alternatives if plan.run.limits.fits(mechanism)]
     other = min(affordable, key=lambda mechanism: mechanism.rmse)
-    if objective == "training" and other is not chosen and other.rmse < 0.99 * chosen.rmse:
+    if objective == DEFAULT and other is not chosen and other.rmse < 0.99 * chosen.rmse:
         worse = " but usually trains worse" if other.buffers > 0 or other.draws > 1 else ""
         lines.append(
             f"{label(other)} with {other.sampling} sampling has lower RMSE ({amount(other.rmse)} instead of "
@@ -268,16 +268,17 @@ def reasons(plan: Plan, answers: Answers) -> list[str]:
         lines.append(
             " ".join(
                 f"Best with{'out extra memory' if not each.buffers else f' {copies(each.buffers)}'}: {label(each)} "
-                f"({ERRORS[objective]} {amount(each.score(objective))})."
+                f"({OBJECTIVES[objective].title} {amount(each.score(objective))})."
                 for each in answers.frontier
             )
         )
+    title, compared = OBJECTIVES[objective].title, OBJECTIVES[objective].compares(plan.run.drawn)
     for change in answers.changes:
         if abs(1 - change.ratio) >= 0.005:
             more = _CHANGES.get(change.what) or f"Memory for {copies(change.mechanism.buffers)}"
             lines.append(
-                f"{more} would {'lower' if change.ratio < 1 else 'raise'} the error"
-                f"{'' if change.what == 'memory' else f' per {plan.run.drawn} seen'} by {abs(1 - change.ratio):.0%} "
+                f"{more} would {'lower' if change.ratio < 1 else 'raise'} the "
+                f"{title if change.what == 'memory' else compared} by {abs(1 - change.ratio):.0%} "
                 f"({label(change.mechanism)}, {change.mechanism.sampling} sampling)."
             )
     ratio = chosen.rmse / answers.lower_bound
@@ -291,14 +292,17 @@ def reasons(plan: Plan, answers: Answers) -> list[str]:
         lines.append(f"Meaning: {attacker(answers.meaning, plan.run.promise.unit)}")
     if chosen.scheme.amplifies:
         lines.append(f"It holds only if batches are formed by {chosen.sampling} sampling, as Quell's loaders do.")
-    return lines + learning_rate(plan)
+    return lines + learning_rate(plan, answers)
 
 
-def learning_rate(plan: Plan) -> list[str]:
+def learning_rate(plan: Plan, answers: Answers) -> list[str]:
     """What the noise asks of the learning rate, if anything."""
     if plan.mechanism.family is INDEPENDENT:
         return []
-    return ["This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate of DP-SGD."]
+    return [
+        f"This noise cancels from step to step: start from about {answers.learning_rate:.2g} times the learning rate "
+        "of DP-SGD (predicted; docs/learning-rates.md says how well)."
+    ]
 
 
 def next_lines(saved: Path | None) -> list[str]:
@@ -334,6 +338,6 @@ def usual_delta(run: Run) -> str:
 def best_choice(choice: EpochChoice) -> str:
     """The end of a comparison of ways to spend a fixed number of steps."""
     return (
-        f"Of these, {counted(choice.run.epochs, 'epoch')} with batches of {choice.run.batch_size:,} leave the "
-        f"least error per {choice.run.drawn} seen (estimated: plan that run to certify it)."
+        f"Of these, {counted(choice.run.epochs, 'epoch')} with batches of {choice.run.batch_size:,} have the least "
+        f"{OBJECTIVES[choice.run.objective].compares(choice.run.drawn)} (estimated: plan that run to certify it)."
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from quell.analysis.objective import OBJECTIVES
 from quell.errors import at_least
 from quell.show import words
 from quell.show.cards import cards, headline
@@ -83,9 +84,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
         "fits": plan.run.limits.fits(mechanism),
         "cells": {
             "σ": words.noise(mechanism.noise_multiplier, estimated),
-            "train": words.amount(mechanism.training),
-            "RMSE": words.amount(mechanism.rmse),
-            "MaxSE": words.amount(mechanism.maxse),
+            **{each.column: words.amount(mechanism.score(name)) for name, each in OBJECTIVES.items()},
             "gain": f"{about}{words.times(answers.dpsgd.rmse / mechanism.rmse)}×",
             "mem": f"{mechanism.buffers:,}",
             "draws": f"{mechanism.draws:,}",
@@ -93,7 +92,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
             "noise is": "certified ✓" if mechanism.certified else "estimated",
         },
         "cost": f"{words.copies(mechanism.buffers)}, {words.counted(mechanism.draws, 'noise vector')} per step",
-        "scores": {"training": mechanism.training, "rmse": mechanism.rmse, "maxse": mechanism.maxse},
+        "scores": {objective: mechanism.score(objective) for objective in OBJECTIVES},
         "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
         "command": command(plan.run, mechanism),
         "planned": {"sigma": float(noise), "epsilon": float(at_least(mechanism.claim.epsilon, 4))},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from quell.analysis.objective import DEFAULT
 from quell.errors import at_least
 from quell.schemes import SCHEMES
 from quell.show import words
@@ -29,7 +30,7 @@ _TERMS = {
 }
 _STRONG, _WEAK = 1.0, 10.0  # ε below and above which a promise is called strong and weak
 _USUAL: dict[str, Any] = {"momentum": 0.0, "weight_decay": 1.0, "learning_rates": None, "adaptive": False}
-_USUAL |= {"sampling": "best", "objective": "training", "memory": 4.0, "draws": 16}
+_USUAL |= {"sampling": "best", "objective": DEFAULT, "memory": 4.0, "draws": 16}
 _FLAGS = {"learning_rates": "schedule"}  # arguments of a run whose option has another name
 
 
