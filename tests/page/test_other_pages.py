@@ -31,4 +31,6 @@ def test_the_page_of_a_log_shows_its_curves(browser, tmp_path, norms, charts):
     browser.open(path.as_uri())
     assert browser.run("document.querySelectorAll('figure:not([hidden]) svg.chart').length") == charts
     assert ("NOT PRIVATE" in browser.run("document.body.innerText")) == norms
+    last = "getComputedStyle(document.querySelector('#cards li:last-child strong'), '::after').content"
+    assert browser.run(last) == "none"  # the tick of a certified plan would be a lie here
     assert browser.complaints == []

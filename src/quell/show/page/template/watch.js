@@ -5,7 +5,7 @@ const at = id => document.getElementById(id);
 
 at("setup").textContent = found.setup;
 for (const card of found.cards) {
-  const item = make(at("cards"), "li");
+  const item = make(at("cards"), "li", { class: card.private ? "exposed" : "" });
   make(item, "p", {}, card.name);
   make(item, "strong", {}, card.value);
   make(item, "p", { class: "fine" }, card.note);
