@@ -15,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from quell import cli, privacy
-from quell.cli import plan, terminal
+from quell.cli import plan
 from quell.errors import QuellError
+from quell.show import bar
 from quell.strategy import FAMILIES
 from tests import documented
 from tests.commands import PLAN, RUN, main, quell, remembered
@@ -352,11 +353,11 @@ def test_ctrl_c_ends_with_one_line():
 
 
 def test_progress_counts_only_what_is_known():
-    progress = terminal.Progress(terminal.Count())
+    progress = bar.Bar(bar.Count())
     task = progress.add_task("pricing", total=None)
-    assert str(terminal.Count().render(progress.tasks[task])) == ""
+    assert str(bar.Count().render(progress.tasks[task])) == ""
     progress.update(task, completed=3, total=7)
-    assert str(terminal.Count().render(progress.tasks[task])) == "3/7"
+    assert str(bar.Count().render(progress.tasks[task])) == "3/7"
 
 
 def test_fast_does_not_silently_drop_a_scheme():

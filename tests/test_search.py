@@ -125,7 +125,7 @@ def test_explanations_name_the_scheme_the_gain_and_the_promise(found):
     assert "DP-SGD would need ε = " in text or "Use DP-SGD" in text
     assert "Promise: (6, 10⁻⁵)-DP per example" in text
     assert "Twice the epochs" in text
-    assert "<pre>" in found._repr_html_()
+    assert "<iframe" in found._repr_html_()
 
 
 @pytest.mark.slow

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan, Prices, make_plan, plan
     from quell.planning.file import verify
     from quell.run import Promise, Run
+    from quell.watching import Log
 
 __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "Limits",
+    "Log",
     "Mechanism",
     "Plan",
     "Prices",
@@ -38,6 +40,7 @@ __all__ = [
 _HOMES = {
     "Budget": "quell.budget",
     "Limits": "quell.costs",
+    "Log": "quell.watching",
     "Mechanism": "quell.planning",
     "Plan": "quell.planning",
     "Prices": "quell.planning",
@@ -66,6 +69,7 @@ _ROOMS = (
     "strategy",
     "torch",
     "tuning",
+    "watching",
     "workload",
 )
 

@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -93,6 +95,19 @@ class Browser:
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"]["exception"].get("description", expression))
         return result["result"].get("value")
+
+    @contextmanager
+    def inside_the_frame(self) -> Iterator[None]:
+        """The one frame of the page, which is a page of its own to a browser that keeps sandboxed ones apart."""
+        frames = [each for each in self.ask("Target.getTargets")["targetInfos"] if each["type"] == "iframe"]
+        outside, frame = self._session, frames[0]["targetId"]
+        self._session = self.ask("Target.attachToTarget", targetId=frame, flatten=True)["sessionId"]
+        try:
+            for domain in ("Runtime", "Log"):
+                self.ask(f"{domain}.enable")
+            yield
+        finally:
+            self._session = outside
 
     def wait_for(self, condition: str, seconds: float = 60) -> None:
         """Until the expression is true; the limit only ends a test that would hang."""

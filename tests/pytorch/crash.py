@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from attacks.kills import Augmented
 from quell.noise import Ledger
 from quell.torch import load_checkpoint, make_private, save_checkpoint
+from quell.watching import Log
 from tests.pytorch.conftest import small_plan
 from tests.pytorch.forks import fork
 
@@ -36,7 +37,8 @@ def build(key, mechanism, clipping, rank):
     plan = small_plan(mechanism, alone=True, epochs=4)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    return (plan, *make_private(model, optimizer, Augmented(40), plan, key=key, clipping=clipping))
+    log = Log(key.parent / "log", every=2, norms=True)
+    return (plan, *make_private(model, optimizer, Augmented(40), plan, key=key, clipping=clipping, log=log))
 
 
 def train(plan, model, optimizer, loader, after_step=lambda: None):

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from quell.errors import QuellError
 from quell.noise import Key, claims
 from quell.torch import make_private
+from quell.watching import Log
 from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
 from tests.pytorch.forks import fork, wait_all
 from tests.pytorch.training import examples
@@ -30,7 +31,7 @@ SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
 }
 
 
-def build(name: str, physical: int | None = None, width: int = 7):
+def build(name: str, physical: int | None = None, width: int = 7, log: Log | None = None):
     """Model, optimizer and loader of a scenario; width 7 makes uneven shards."""
     clipping, sharded, mechanism, sampling = SCENARIOS[name]
     torch.manual_seed(dist.get_rank() if not sharded else 0)  # replicas start from rank 0's weights
@@ -48,7 +49,7 @@ def build(name: str, physical: int | None = None, width: int = 7):
         warnings.simplefilter("ignore")
         key = Key.from_seed(11)
     data = examples(plan.run.examples)
-    options = {"clipping": clipping, "key": key, "physical_batch_size": physical, "ema": 0.9}
+    options = {"clipping": clipping, "key": key, "physical_batch_size": physical, "ema": 0.9, "log": log}
     return make_private(model, optimizer, data, plan, 0.5, **options)
 
 
@@ -161,7 +162,7 @@ def live(folder: Path, rank: int, world: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world)
     for name in SCENARIOS:
         for physical in (None, 2) if world == 4 else (2,):
-            trio = build(name, physical)
+            trio = build(name, physical, log=Log(folder / f"log {name} {physical}", every=3, norms=True))
             train(*trio)
             final = results(*trio[:2])
             if rank == 0:

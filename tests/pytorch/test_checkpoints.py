@@ -17,7 +17,7 @@ from quell.torch import make_private
 
 from .conftest import small_plan
 from .forks import run_script
-from .training import examples, network, train
+from .training import examples, logged_rows, network, train
 
 CRASH = Path(__file__).with_name("crash.py")
 
@@ -175,6 +175,10 @@ def killed_and_resumed(folder, mechanism, clipping, kills, ranks=1):
     assert all(len(found) == 1 for found in hashes.values()), "a row of noise was added to two different gradients"
     final, straight = (torch.load(home / "final.pt", weights_only=True) for home in (folder, folder / "straight"))
     assert all(torch.equal(final[name], value) for name, value in straight.items())
+    logs = [logged_rows(home / "log") for home in (folder, folder / "straight")]
+    assert [row["step"] for row in logs[0]] == [str(2 * number) for number in range(1, 11)]
+    for one, other in zip(*logs, strict=True):
+        assert all(one[name] == other[name] for name in ("step", "steps_left", "epsilon_at_most", "epsilon_is"))
 
 
 @pytest.mark.slow

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from quell.noise.audit import audit
+from quell.watching.log import NORMS
 
 from .conftest import small_plan
 from .forks import run_script
 from .ranks import SCENARIOS
+from .training import logged_rows
 
 RANKS = Path(__file__).with_name("ranks.py")
 
@@ -39,6 +41,16 @@ def test_results_do_not_depend_on_the_number_of_ranks(worlds):
     for name in SCENARIOS:
         one, two = (torch.load(worlds[world] / f"final {name} 2.pt") for world in (1, 2))
         assert_equal(one, two)
+
+
+def test_one_rank_writes_the_log_of_all(worlds):
+    """The norm of a sharded gradient is over all ranks, as are the norms of single examples."""
+    for name in SCENARIOS:
+        one, two = (logged_rows(worlds[world] / f"log {name} 2") for world in (1, 2))
+        assert [row["step"] for row in one] == [row["step"] for row in two]
+        for row, other in zip(one, two, strict=True):
+            for column in ("gradient_norm", "noise_norm", *NORMS):
+                assert float(row[column] or -1) == pytest.approx(float(other[column] or -1), rel=1e-4), (name, column)
 
 
 def test_sharded_and_replicated_models_learn_the_same(worlds):

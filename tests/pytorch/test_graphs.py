@@ -58,6 +58,7 @@ class ByHand(graphs.Recording):
         pieces, units = self.engine.pieces_of(self.found)
         with torch.no_grad():
             sums = self.engine.clipped(pieces, units, torch.tensor(present))
+        self.measured = self.engine.measured
         for name, total in sums.items():
             self.sums[name].copy_(total)
         self.norm = torch.stack([v.norm() for v in self.sums.values()]).norm()

@@ -12,8 +12,9 @@ from torch.utils.data import Dataset
 
 from quell.errors import QuellError
 from quell.torch import make_private
+from quell.watching import Log
 from tests.pytorch.conftest import small_plan
-from tests.pytorch.training import without_noise
+from tests.pytorch.training import logged_rows, without_noise
 
 transformers = pytest.importorskip("transformers")
 from quell.torch.huggingface import PrivateTrainer  # noqa: E402
@@ -159,14 +160,16 @@ def test_bfloat16_inside_the_model_of_a_trainer(plan, tmp_path):
 def test_training_resumes_from_a_checkpoint(plan, tmp_path):
     key = tmp_path / "key"
     saving = {"save_strategy": "steps", "save_steps": 3}
-    straight = trainer_of(bert(0.3), tmp_path, plan, {"key": key}, saving)
+    private = {"key": key, "log": Log(tmp_path / "log", every=5)}
+    straight = trainer_of(bert(0.3), tmp_path, plan, private, saving)
     straight.train()
     straight.optimizer.close()
-    resumed = trainer_of(bert(0.3), tmp_path / "again", plan, {"key": key})
+    resumed = trainer_of(bert(0.3), tmp_path / "again", plan, private)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.privacy_report().steps_done == plan.steps
     for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+    assert [row["step"] for row in logged_rows(tmp_path / "log")] == ["5", "10"]
     with pytest.raises(QuellError, match="steps \\(2 epochs\\) are done"):
         resumed.train()
 

@@ -12,8 +12,9 @@ from torch.nn import functional
 from quell.errors import QuellError
 from quell.noise import claims
 from quell.torch import PlanMismatchWarning, make_private
+from quell.watching import Log
 from tests.pytorch.conftest import unpriced_poisson_plan
-from tests.pytorch.training import examples, network, seeded, train, without_noise
+from tests.pytorch.training import examples, logged_rows, network, seeded, train, without_noise
 
 pl = pytest.importorskip("pytorch_lightning")
 from quell.torch.lightning import Private  # noqa: E402
@@ -96,7 +97,8 @@ def test_a_crash_is_resumed(stop, file, plan, tmp_path):
     for number, crash in enumerate((stop, None)):
         claims._claims.clear()
         torch.manual_seed(5 + number)
-        module, private = Module(dropout=0.3), Private(plan, examples(), key=tmp_path / "key")
+        log = Log(tmp_path / "log", every=2)
+        module, private = Module(dropout=0.3), Private(plan, examples(), key=tmp_path / "key", log=log)
         keep = pl.callbacks.ModelCheckpoint(
             tmp_path, filename="last", every_n_train_steps=2, enable_version_counter=False
         )
@@ -116,6 +118,7 @@ def test_a_crash_is_resumed(stop, file, plan, tmp_path):
         private.optimizer.close()
         found.append(private)
     assert found[1].privacy_report().steps_done == plan.steps
+    assert [row["step"] for row in logged_rows(tmp_path / "log")] == ["2", "4", "6", "8", "10"]
 
 
 @pytest.mark.parametrize("physical", [1, 3])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quell.torch import make_private
 from quell.torch.engine import pieces
+from quell.watching import Log
 
 from .conftest import small_plan
 from .training import examples, network, reference_run, train, without_noise
@@ -52,14 +53,20 @@ def second_step(model, optimizer, loader):
     return operations
 
 
-@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
-def test_a_step_waits_for_the_device_once(clipping, monkeypatch):
-    """A CPU, which waits for nothing, also looks whether a unit has weight 0; a GPU takes it that one has."""
+@pytest.mark.parametrize(
+    ("clipping", "log"), [("layers", None), ("microbatch", None), ("layers", False), ("microbatch", True)]
+)
+def test_a_step_waits_for_the_device_once(clipping, log, monkeypatch, tmp_path):
+    """A CPU, which waits for nothing, also looks whether a unit has weight 0; a GPU takes it that one has.
+
+    Nor does a log wait, with or without norms: not before a row is due, and then for numbers that have long arrived.
+    """
     monkeypatch.setattr(pieces, "_weighty", lambda values, weights: values)
     looks = []
     plain = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: looks.append(1) or plain(self))
-    trio = private(network(), clipping, small_plan(), micro_batch=3)
+    log = None if log is None else Log(tmp_path, every=100, norms=log)
+    trio = private(network(), clipping, small_plan(), micro_batch=3, log=log)
     second_step(*trio)
     before = len(looks)
     done = second_step(*trio).count

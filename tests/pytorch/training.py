@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +67,12 @@ def clipped_gradient(model, criterion, batch, bound):
             total[name] += g * min(1.0, bound / float(norm))
     model.zero_grad()
     return total
+
+
+def logged_rows(folder: Path) -> list[dict[str, str]]:
+    """What `make_private(..., log=folder)` has written."""
+    with open(folder / "log.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def reference_run(model, optimizer, dataset, batches, expected, bound, criterion=nn.functional.cross_entropy) -> None:

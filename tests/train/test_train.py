@@ -34,6 +34,9 @@ OPTIONS = ["--epochs", "2", "--batch-size", "20", "--epsilon", "8", "--delta", "
 CLASSES = ["--classes", "2"]
 
 
+ARMS = ("dp-sgd", "planned")  # as logs are called
+
+
 @pytest.fixture(autouse=True)
 def quick_plans(monkeypatch):
     """Two mechanisms instead of a search over all of them."""
@@ -68,7 +71,8 @@ def train(file, *arguments: str, options=(*OPTIONS, *CLASSES)):
 def test_train_shows_three_rows_and_writes_what_a_colleague_needs(file, tmp_path):
     out = tmp_path / "out"
     options = ("--lr", "0.1", "--runs", "2", "--out", str(out), "--plot", str(tmp_path / "curves.png"))
-    text = train(file, "--baselines", *options).stdout
+    text = train(file, "--baselines", "--log", str(tmp_path / "runs"), *options).stdout
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [f"{arm}-{n}" for arm in ARMS for n in "12"]
     for shown in ("not private", "DP-SGD", "planned", "Promise of the planned run: (8, 0.001)-DP", "not for others"):
         assert shown in " ".join(text.split())
     assert "…" not in text.split("The plan")[0], "the table is cut off in 80 columns"
@@ -261,6 +265,7 @@ WRONG = {
     "larger than the data set": ["--batch-size", "1000"],
     "max_grad_norm": ["--clip", "0"],
     "seed=-1": ["--seed", "-1"],
+    "number of trials is part of": ["--log", "runs"],
 }
 
 

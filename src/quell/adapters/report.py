@@ -13,12 +13,14 @@ import quell
 from quell import privacy
 from quell.noise import Key
 from quell.privacy import Guarantee, Meaning
-from quell.schemes import Batches
+from quell.schemes import Batches, Scheme
 from quell.show import statement, words
 from quell.strategy.structure import ToeplitzStrategy, describe
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism
+
+CERTIFIED = "certified for these steps"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class PrivacyReport:
     def __str__(self) -> str:
         return self.markdown()
 
+    def _repr_markdown_(self) -> str:
+        return self.markdown()
+
 
 def privacy_report(
     mechanism: Mechanism,
@@ -89,7 +94,7 @@ def privacy_report(
         The report.
     """
     guarantee = mechanism.guarantee
-    spent, kind = _spent(mechanism, batches, step, released)
+    so_far, kind = spent(mechanism, batches.scheme, step, released)
     return PrivacyReport(
         unit=f"one {words.whom(batches.unit)}",
         adjacency=guarantee.adjacency,
@@ -104,7 +109,7 @@ def privacy_report(
         steps=mechanism.strategy.steps,
         delta=guarantee.delta,
         epsilon_at_the_end=guarantee.epsilon,
-        epsilon_so_far=spent,
+        epsilon_so_far=so_far,
         epsilon_so_far_is=kind,
         failure_probability=guarantee.failure_probability,
         meaning=privacy.meaning(mechanism.strategy, batches.scheme, guarantee),
@@ -117,7 +122,7 @@ def privacy_report(
     )
 
 
-def _spent(mechanism: Mechanism, batches: Batches, step: int, released: int) -> tuple[float, str]:
+def spent(mechanism: Mechanism, scheme: Scheme, step: int, released: int) -> tuple[float, str]:
     """ε of all steps released so far, at the plan's δ, and how it is known (Proof 14 in docs/proofs.md).
 
     Steps that were released before going back to an older checkpoint count too.
@@ -126,11 +131,11 @@ def _spent(mechanism: Mechanism, batches: Batches, step: int, released: int) -> 
     strategy, t = mechanism.strategy, released
     if t == 0:
         return 0.0, "nothing was released"
-    shorter = batches.scheme.of_first(t) if t < strategy.steps else None
+    shorter = scheme.of_first(t) if t < strategy.steps else None
     if shorter is not None and isinstance(strategy, ToeplitzStrategy):
         prefix = privacy.epsilon(leading_block(strategy, t), shorter, whole.noise_multiplier, whole.delta)
         if prefix.epsilon < whole.epsilon:
-            return prefix.epsilon, "certified for these steps" if t == step else f"of the {t:,} steps released"
+            return prefix.epsilon, CERTIFIED if t == step else f"of the {t:,} steps released"
     return whole.epsilon, "the whole run's, an upper bound" if t < strategy.steps else "the whole run's"
 
 

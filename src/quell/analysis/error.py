@@ -12,7 +12,7 @@ With B = A·C⁻¹ and noise of standard deviation σ in every coordinate, query
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,6 +56,15 @@ def query_variances(strategy: Strategy, workload: Workload) -> Array:
     if not np.all(np.isfinite(variances)) or not np.all(variances > 0):
         raise QuellError(f"{strategy!r} has an error that overflows: its noise grows without bound")
     return variances
+
+
+def noise_variances(strategy: Strategy) -> Array:
+    """(n,) squared row norms of C⁻¹: the variance of each step's noise, in every element, per unit of σ²."""
+    newest = Workload(strategy.steps, decay=0.0)  # which keeps only the newest gradient
+    if isinstance(strategy, ToeplitzStrategy) and strategy.column_scale is not None:
+        plain = replace(strategy, column_scale=None)
+        return query_variances(plain, newest) / np.square(strategy.column_scale)
+    return query_variances(strategy, newest)
 
 
 def _exact_variances(strategy: Strategy, workload: Workload) -> Array:

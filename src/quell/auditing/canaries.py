@@ -69,9 +69,10 @@ class Audit:
         """Write the findings as JSON."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n")
 
-    def plot(self, path: str | Path) -> None:
-        """Draw the scores of canaries that were added and of those that were not."""
-        plots.draw_audit(self.scores[self.included], self.scores[~self.included], str(self).split("\n")[0], path)
+    def plot(self, path: str | Path | None = None) -> plots.Picture:
+        """The scores of canaries that were added and of those that were not, as a picture; with a path, also a file."""
+        added, others = self.scores[self.included], self.scores[~self.included]
+        return plots.draw_audit(added, others, str(self).split("\n")[0], path)
 
     def __str__(self) -> str:
         return outcomes.audited(self.as_dict())

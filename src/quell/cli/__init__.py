@@ -12,7 +12,22 @@ from typing import Annotated, Any
 import typer
 
 from quell import __version__
-from quell.cli import audit, bench, budget, compare, diff, mechanisms, plan, price, serve, terminal, train, tune, verify
+from quell.cli import (
+    audit,
+    bench,
+    budget,
+    compare,
+    diff,
+    mechanisms,
+    plan,
+    price,
+    serve,
+    terminal,
+    train,
+    tune,
+    verify,
+    watch,
+)
 from quell.cli.help import Group, add
 from quell.errors import QuellError
 
@@ -55,6 +70,7 @@ for command in (
     train.train,
     train.predict,
     tune.tune,
+    watch.watch,
     mechanisms.mechanisms,
 ):
     add(app, command)

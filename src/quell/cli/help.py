@@ -24,6 +24,7 @@ EXAMPLES = {
     ],
     "predict": ["quell predict my-private new.csv --out predictions.csv"],
     "tune": ["quell tune --examples 50k --batch-size 256,512 \\\n    --epochs 10 --epsilon 8"],
+    "watch": ["quell watch runs/1", "quell watch runs/1 --html watch.html"],
     "bench": ["quell bench --parameters 10M"],
     "mechanisms": ["quell mechanisms"],
     "budget init": ["quell budget init patients.budget \\\n    --name patients --epsilon 8 --delta 1e-6"],

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.table import Column
 from rich.text import Text
 
-from quell.progress import listening
+from quell.show.bar import Advance, progress_bar
 
 _WIDTH = 120  # of output that does not go to a terminal
 console = Console()
@@ -71,28 +69,6 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
-class Count(ProgressColumn):
-    """How many of how many, once the total is known."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on standard error that disappears when done.
-
-    Every stage has a bar of its own, because nobody knows how long the next one takes. Where a stage is one piece of
-    work, the bar only shows that it goes on, and announcements show how.
-    """
-    detail = TextColumn("{task.fields[detail]}", style="dim", table_column=Column(no_wrap=True, overflow="ellipsis"))
-    columns = (TextColumn("{task.description}"), BarColumn(20), Count(), TimeElapsedColumn(), detail)
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("pricing", total=None, detail="")
-
-        def advance(done: int, total: int, stage: str) -> None:
-            known = total if total > 1 else None
-            bar.update(task, completed=done, total=known, description=stage, detail="")
-
-        with listening(lambda text: bar.update(task, detail=text)):
-            yield advance
+def progress() -> AbstractContextManager[Advance]:
+    """A progress bar on standard error that disappears when done."""
+    return progress_bar(errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,3 +25,10 @@ def refuse_devices(params: Any, ledger: bool) -> None:
             "a ledger cannot be kept while parameters lie on several CPU devices: pass key=Key.generate() and no "
             "ledger, or use one CPU device"
         )
+
+
+def platform_of(leaves: Sequence[Any]) -> str:
+    """What makes the noise: "cpu", "cuda", or another name."""
+    sharding = getattr(leaves[0], "sharding", None)
+    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
+    return "cuda" if "cuda" in str(device.client.platform_version) else str(device.platform)

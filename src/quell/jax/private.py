@@ -30,10 +30,11 @@ from quell.adapters.report import PrivacyReport, privacy_report
 from quell.adapters.scheme import scheme_of
 from quell.adapters.secrets import opened
 from quell.errors import QuellError, require_finite
-from quell.jax.devices import refuse_devices
+from quell.jax.devices import platform_of, refuse_devices
 from quell.jax.normals import Source
 from quell.jax.rows import Row, add_row
 from quell.jax.slices import Slice
+from quell.jax.watch import Watch
 from quell.noise import Key, Ledger, NoiseSpec
 from quell.noise.fingerprint import Fingerprint
 from quell.noise.generators import key_words
@@ -42,6 +43,7 @@ from quell.noise.layout import require_generator, whole
 from quell.noise.secrecy import never_copied
 from quell.noise.stream import UNRECORDED, UnrecordedKeyWarning
 from quell.schemes import Batches
+from quell.watching.log import Log
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -84,9 +86,11 @@ class Private(optax.GradientTransformation):
         return privacy_report(self.host.mechanism, self.host.batches, self.key, norm, step, released, framework)
 
     def close(self) -> None:
-        """Let go of the ledger; no more steps are released."""
+        """Let go of the ledger and the log; no more steps are released."""
         if self.host.guard.ledger is not None:
             self.host.guard.ledger.close()
+        if self.host.watch is not None:
+            self.host.watch.close()
 
     __reduce_ex__ = never_copied("a private transformation holds a key and is never pickled or copied: save its state")
 
@@ -102,6 +106,7 @@ def privatize(
     seed: int | None = None,
     ledger: str | Path | None = None,
     generator: str = "chacha20",
+    log: Log | str | Path | None = None,
 ) -> Private:
     """An optax transformation from clipped gradient *sums* to noisy means. Chain it before any optimizer.
 
@@ -118,6 +123,7 @@ def privatize(
         ledger: The path of a ledger, which records released steps with a digest of what was released. A run that
             crashed can then repeat steps; the sums of every step are copied to the host for it.
         generator: "chacha20", "chacha8" (faster, smaller security margin) or "philox" (not secure).
+        log: A folder, or a `quell.Log`, to log the run to, for `quell watch` (docs/watching.md). Not inside shard_map.
 
     Returns:
         The transformation, with `key`, `report(state)` and `close()`.
@@ -148,8 +154,10 @@ def privatize(
     batches = None if scheme is None else Batches(scheme, planned.run.examples, secret.derive("quell batches"))
     expected = batches.expected_size if batches is not None else expected_batch_size or 0.0
     spec = NoiseSpec.of(chosen, norm)
+    watch = None if log is None else Watch(log, chosen, batches, secret, float(norm or 0.0), params)
     host = Host(spec, params, secret, generator, require_finite("expected_batch_size", expected), path)
     host.mechanism, host.batches, host.max_grad_norm = chosen, batches, float(norm or 0.0)
+    host.watch = watch
     return Private._of(host)
 
 
@@ -187,7 +195,7 @@ class Host:
         spec = replace(spec, promise=f"{spec.promise} {described(names, leaves)}")
         self.spec, self.key, self.generator = spec, key, generator
         self._recipe, self._expected = spec.recipe(), np.float32(expected)
-        self._platform = _platform(leaves)
+        self._platform = platform_of(leaves)
         self._name = np.frombuffer(
             blake2b(f"{key.id} {spec.made_by(generator)}".encode(), digest_size=16).digest(), "<u4"
         )
@@ -208,6 +216,7 @@ class Host:
         self.mechanism: Any = None
         self.batches: Batches | None = None
         self.max_grad_norm = 0.0
+        self.watch: Watch | None = None
 
     __reduce_ex__ = never_copied("a run holds a key and is never pickled or copied: save its state")
 
@@ -249,6 +258,8 @@ class Host:
             )
         noisy, buffers = made(state.step, keys, zero, list(sums), list(state.buffers))
         sound = refused == 0
+        if self.watch is not None:
+            self.watch.tell(manual, state.step, noisy, sound)
         means = [
             jnp.where(sound, released / expected, jnp.nan).astype(total.dtype)
             for released, total in zip(noisy, sums, strict=True)
@@ -310,6 +321,8 @@ class Host:
             raise QuellError(f"the plan ends after {self.spec.steps:,} steps: stop here, or make a new plan and key")
         if not self._begun:
             self.guard.check_resuming(step, step, replay=True)
+        if self.watch is not None:
+            self.watch.begin(step, max(step, self.guard.released))
         witness = None if self._witness is None else self._witness(sums)
         self.guard.before(step, step + 1, witness)
         self._begun = True
@@ -323,13 +336,6 @@ def _gathered(total: Array, where: Slice) -> Array:
         if axes:
             total = lax.all_gather(total, axes, axis=dimension, tiled=True)
     return total
-
-
-def _platform(leaves: Sequence[Any]) -> str:
-    """What makes the noise: "cpu", "cuda", or another name."""
-    sharding = getattr(leaves[0], "sharding", None)
-    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
-    return "cuda" if "cuda" in str(device.client.platform_version) else str(device.platform)
 
 
 def _states(state: Any) -> list[NoiseState]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from quell import privacy
@@ -24,6 +26,8 @@ from quell.planning.shapes import MOST_ROWS
 from quell.privacy import Meaning
 from quell.run import Run
 from quell.show import plots, tables, words
+from quell.show.bar import progress_bar
+from quell.show.notebook import framed
 from quell.show.page import write as write_page
 from quell.show.page.document import document
 from quell.strategy import Parameter
@@ -129,12 +133,12 @@ class Plan:
         """Write `page()` to a file."""
         write_page(self.page(), path)
 
-    def draw(self, path: str | Path) -> None:
-        """Write the page's charts as a picture: .png, .svg or .pdf."""
-        plots.draw_plan(self.page_content, path)
+    def draw(self, path: str | Path | None = None) -> plots.Picture:
+        """The page's charts as a picture, which a notebook shows; with a path, also as a .png, .svg or .pdf file."""
+        return plots.draw_plan(self.page_content, path)
 
     def _repr_html_(self) -> str:
-        return tables.plan_html(self, self.answers)
+        return framed(self.page(), str(self))
 
     def __str__(self) -> str:
         return tables.plan_text(self, self.answers)
@@ -185,12 +189,12 @@ class Plan:
         return verified_plan(path)
 
 
-def plan(*, mechanism: str | None = None, progress: Progress | None = None, **arguments: Any) -> Plan:
+def plan(*, mechanism: str | None = None, progress: Progress | bool | None = None, **arguments: Any) -> Plan:
     """Compare mechanisms for a training run and recommend one, or certify the one that you name.
 
     Args:
         mechanism: A mechanism as tables show it, such as "blt d=2": nothing is searched, and the plan is of this one.
-        progress: Called with (done, total, what) while the search runs.
+        progress: True for a progress bar, in a terminal or a notebook; or what is called with (done, total, what).
         arguments: The run, as `quell.Run.from_data` takes it: `examples`, `batch_size`, `epochs`, `epsilon` and
             `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `optimizer`, `betas`,
             `memory`, `draws`, `time_limit`, `sampling`, `objective`, `separation` and `participations`.
@@ -210,11 +214,16 @@ def plan(*, mechanism: str | None = None, progress: Progress | None = None, **ar
     if missing := [name for name in required if name not in arguments]:
         raise QuellError(f"a plan needs {', '.join(missing)} as well")
     run = Run.from_data(**arguments)
-    if mechanism is None:
-        return make_plan(run, progress)
-    from quell.planning.named import named_plan
+    if mechanism is not None:
+        from quell.planning.named import named_plan
 
-    return named_plan(run, mechanism, progress)
+        chosen = partial(named_plan, run, mechanism)
+    else:
+        chosen = partial(make_plan, run)
+    if not isinstance(progress, bool):
+        return chosen(progress)
+    with progress_bar(Console(stderr=True)) if progress else nullcontext() as advance:
+        return chosen(advance)
 
 
 def make_plan(run: Run, progress: Progress | None = None) -> Plan:

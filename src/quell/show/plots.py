@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -29,15 +30,27 @@ _MARGIN = 0.01  # beside the data, in widths of the axes: half a marker
 _ARMS = {"not private": _GREY, "DP-SGD": _RED, "planned": _GREEN}
 
 
-def require_picture(path: str | Path) -> None:
-    """Refuse a picture that cannot be drawn, before anything long is computed."""
-    if Path(path).suffix.lower() not in _FORMATS:
+class Picture:
+    """A drawn chart, which a notebook shows."""
+
+    def __init__(self, figure: Figure) -> None:
+        self.figure = figure  # matplotlib's
+
+    def _repr_png_(self) -> bytes:
+        text = io.BytesIO()
+        self.figure.savefig(text, format="png", dpi=100)
+        return text.getvalue()
+
+
+def require_picture(path: str | Path | None) -> None:
+    """Refuse a picture that cannot be drawn, before anything long is computed; None for one that is not written."""
+    if path is not None and Path(path).suffix.lower() not in _FORMATS:
         raise QuellError(f"cannot write the plot {path}: use a name ending in .png, .svg or .pdf")
     if find_spec("matplotlib") is None:
         raise QuellError("plots need matplotlib: pip install 'quell[plot]'")
 
 
-def draw_plan(content: dict[str, Any], path: str | Path) -> None:
+def draw_plan(content: dict[str, Any], path: str | Path | None = None) -> Picture:
     """The four charts of a plan's page for the recommended mechanism and DP-SGD; `content` as in `show.page`."""
     require_picture(path)
     figure = _figure(12, 8.5)
@@ -62,7 +75,7 @@ def draw_plan(content: dict[str, Any], path: str | Path) -> None:
         axes.legend(fontsize="small")
         _finish(axes)
     figure.suptitle(content["setup"])
-    _save(figure, path)
+    return _save(figure, path)
 
 
 def _draw_memory(axes: Axes, content: dict[str, Any]) -> None:
@@ -157,7 +170,7 @@ def draw_training(content: dict[str, Any], path: str | Path) -> None:
     _save(figure, path)
 
 
-def draw_audit(present: Array, absent: Array, title: str, path: str | Path) -> None:
+def draw_audit(present: Array, absent: Array, title: str, path: str | Path | None = None) -> Picture:
     """The scores that an attacker gives canaries that were added, and canaries that were not."""
     require_picture(path)
     figure = _figure(7.0, 4.2)
@@ -168,7 +181,7 @@ def draw_audit(present: Array, absent: Array, title: str, path: str | Path) -> N
     axes.set(xlabel="evidence that a canary was added (log-likelihood ratio)", ylabel="canaries", yscale="log")
     axes.set_title(title, fontsize="small")
     axes.legend()
-    _save(figure, path)
+    return _save(figure, path)
 
 
 def _finish(axes: Axes) -> None:
@@ -216,9 +229,11 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Figure, path: str | Path) -> None:
-    """Write the figure in the format that the path's extension names."""
+def _save(figure: Figure, path: str | Path | None) -> Picture:
+    """The figure, written in the format that the path's extension names if there is one."""
     try:
-        figure.savefig(path, dpi=150)
+        if path is not None:
+            figure.savefig(path, dpi=150)
     except (OSError, ValueError) as problem:
         raise QuellError(f"cannot write the plot {path}: {problem}") from problem
+    return Picture(figure)

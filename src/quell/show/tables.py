@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -110,11 +109,6 @@ def plan_text(plan: Plan, answers: Answers) -> str:
     text = io.StringIO()
     print_plan(plan, answers, Console(width=_TEXT_WIDTH, file=text))
     return text.getvalue()
-
-
-def plan_html(plan: Plan, answers: Answers) -> str:
-    """The plan for a notebook."""
-    return f"<pre>{html.escape(plan_text(plan, answers))}</pre>"
 
 
 def choices_table(choices: Sequence[EpochChoice]) -> Table:

@@ -26,6 +26,8 @@ from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.sharding import is_sharded
 from quell.torch.start import NoiseOptions, started_run
+from quell.torch.watch import Watch
+from quell.watching.log import Log
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -46,6 +48,7 @@ def attach(
     generator: str = "chacha20",
     noise_memory: float = 0.0,
     budget: str | Path | None = None,
+    log: Log | str | Path | None = None,
 ) -> tuple[AttachedOptimizer, PlannedLoader]:
     """A plan's batches and noise for a loop that computes clipped sums itself.
 
@@ -66,6 +69,7 @@ def attach(
         generator: "chacha20", "chacha8" (faster, smaller security margin) or "philox" (not secure).
         noise_memory: Model copies that the noise may keep to save time.
         budget: A budget (`quell.Budget`) to charge before the first step, as in `make_private`.
+        log: A folder, or a `quell.Log`, to log the run to, as in `make_private`.
 
     Returns:
         The wrapped optimizer and the loader of the plan's batches.
@@ -94,16 +98,20 @@ def attach(
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private")
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, trained, data, plan, bound, options) as run:
-        require_agreement({**run.settings(), "physical_batch_size": physical_batch_size})
+        require_agreement({**run.settings(), "physical_batch_size": physical_batch_size, "log": log})
         loader = PlannedLoader(data, run, physical_batch_size)
         copy_from_first_rank(list(trained.values()))
-    return AttachedOptimizer(optimizer, run, GivenSums(trained, bound, "sum")), loader
+        engine = GivenSums(trained, bound, "sum")
+        if log is not None:
+            run.watch = Watch(log, run, engine)
+    return AttachedOptimizer(optimizer, run, engine), loader
 
 
 class GivenSums(Engine):
     """Clipped sums that the loop computed."""
 
     clipping = "given"
+    sees_norms = False
 
     if_not_clipped = "clip every example's gradient before adding up"
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quell.adapters.choice import require_clip_norm
@@ -72,6 +73,16 @@ def clip_factors(norms: Tensor, bound: float | Bound) -> Tensor:
         return (bound.norm / (norms + _STABILISER)).nan_to_num(nan=0.0)
     most = bound.norm if isinstance(bound, Bound) else bound
     return (most / (norms + 1e-6)).clamp(max=1.0).nan_to_num(nan=0.0)
+
+
+Measured = list[tuple[Tensor, Bound]]  # the norms of the same units over the parameters of each bound
+
+
+def lengths(measured: Measured) -> Tensor:
+    """(units, 2) every unit's norm over all parameters, and the most times that it is as long as a bound allows."""
+    norms = torch.stack([norms.float() for norms, _ in measured])
+    relative = torch.stack([norms.float() / bound.norm for norms, bound in measured])
+    return torch.stack([torch.linalg.vector_norm(norms, dim=0), relative.amax(0)], dim=1)
 
 
 def _bound(given: Any, names: frozenset[str]) -> Bound:

@@ -8,7 +8,7 @@ as zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
-from quell.torch.clip_norms import Bounds, clip_factors
+from quell.torch.clip_norms import Bounds, Measured, clip_factors
 
 ExampleLoss = Callable[..., Tensor]
 Gradients = Mapping[str, Tensor]  # per-example: (micro-batch, *shape of the parameter)
@@ -29,6 +29,7 @@ class Clipped(NamedTuple):
     sums: Mapping[str, Tensor]
     examples: int
     norm: float
+    measured: Sequence[Measured] = ()  # the gradients before clipping, where they were seen
 
 
 def clipped_sum(
@@ -137,21 +138,24 @@ def _sum(
     cautious: bool,
 ) -> Clipped:
     totals: dict[str, Tensor] = {}
-    examples = 0
+    examples, seen = 0, []
     for gradients in micro_batches:
         examples += len(next(iter(gradients.values())))
+        measured: Measured = []
         for bound in bounds.groups:
             own = {name: gradients[name] for name in params if name in bound.names}
             norms = example_norms(own)
+            measured.append((norms, bound))
             weights = clip_factors(norms, bound)
             for name, gradient in own.items():
                 if cautious:
                     spoiled = ~torch.isfinite(norms)
                     gradient = gradient.masked_fill(spoiled.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
                 totals[name] = weighted_sum(weights, gradient, totals.get(name))
+        seen.append(measured)
     if not totals:
         totals = {name: torch.zeros(value.shape, device=value.device) for name, value in params.items()}
-    return Clipped(totals, examples, float(norm_of(totals.values())))
+    return Clipped(totals, examples, float(norm_of(totals.values())), seen)
 
 
 def _rows(gradient: Tensor) -> Tensor:

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from quell._types import Array
-from quell.analysis.error import query_variances
+from quell.analysis.error import noise_variances
 from quell.errors import QuellError
 from quell.strategy import Strategy
 from quell.torch.joined import parts_of
 from quell.torch.sharding import local
-from quell.workload import Workload
 
 
 class CorrectedMoments:
@@ -47,7 +46,7 @@ class CorrectedMoments:
                     "autocast for bfloat16, or leave it out"
                 )
         self._step, self._kept = step, dict[nn.Parameter, Tensor]()
-        variances = scale * scale * query_variances(strategy, Workload(strategy.steps, decay=0.0))
+        variances = scale * scale * noise_variances(strategy)
         self._noise = cache(lambda beta: _averages(variances, beta))
         for part in parts_of(optimizer):
             part.register_step_pre_hook(self._before)

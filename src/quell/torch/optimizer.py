@@ -145,6 +145,7 @@ class PrivateOptimizer(Optimizer):
         if self.run.planted is not None:
             self.run.planted.plant(sums, unfinished)
         unfinished.examples += examples
+        unfinished.norms += self._engine.take_norms()
         if unfinished.sums is None:
             unfinished.sums = sums
         else:
@@ -157,10 +158,7 @@ class PrivateOptimizer(Optimizer):
         assert sums is not None
         if not self._sharded:
             sum_over_ranks(sums)
-        step = self.run.step
-        self.run.noise.add_(sums)
-        if self.run.planted is not None:
-            self.run.planted.find(step, sums, unfinished)
+        self.run.release(sums, unfinished)
         self._engine.unscale_(sums)
         for parameter, total in zip(self._trained, sums, strict=True):
             set_gradient(parameter, total)
@@ -219,8 +217,8 @@ class PrivateOptimizer(Optimizer):
         self._used, self._noised = False, set()
 
     def close(self) -> None:
-        """Let go of the ledger, so that another run of this process can go on with the key."""
-        self.run.noise.close()
+        """Let go of the ledger and the log, so that another run of this process can go on with the key."""
+        self.run.close()
         self._engine.require_bounded()
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -34,6 +34,8 @@ from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.probe import Probe
 from quell.torch.sharding import is_sharded
 from quell.torch.start import NoiseOptions, started_run
+from quell.torch.watch import Watch
+from quell.watching.log import Log
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -69,6 +71,7 @@ def make_private(
     ema: float | None = None,
     scale_gradients: bool = False,
     correct_moments: bool = False,
+    log: Log | str | Path | None = None,
 ) -> tuple[nn.Module, PrivateOptimizer, PlannedLoader]:
     """Make a training loop private: returns model, optimizer and loader for the loop you already have.
 
@@ -126,6 +129,8 @@ def make_private(
             optimizer has of the released ones, so that the noise is as large as what it is divided by.
         correct_moments: For AdamW where gradients are not scaled: subtract the variance of the noise from the second
             moments that it divides by. Otherwise they are mostly noise, and AdamW steps like SGD.
+        log: A folder to log the run to, for `quell watch`: ε so far, noise-to-signal, times. A `quell.Log` says more:
+            TensorBoard, Weights & Biases, how often, and what is not private and off by default (docs/watching.md).
 
     Returns:
         The model, the wrapped optimizer, and the loader of the plan's batches.
@@ -180,7 +185,7 @@ def make_private(
         }
         own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries, "ema": ema}
         own |= {"max_grad_norm": bounds.settings, "scale_gradients": scale_gradients}
-        own |= {"correct_moments": correct_moments}
+        own |= {"correct_moments": correct_moments, "log": log}
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
@@ -194,6 +199,8 @@ def make_private(
         run.guard = probe = Probe(model, params)
         if canaries:
             run.planted = PlantedCanaries(run, engine, canaries)
+        if log is not None:
+            run.watch = Watch(log, run, engine)
         if cuda_graphs and isinstance(engine, LayerEngine):
             record_passes(engine, model, lambda: probe.watching)
         private = PrivateOptimizer(optimizer, run, engine, ema)

@@ -23,6 +23,7 @@ from quell.torch.users import Owned
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.torch.canaries import PlantedCanaries
+    from quell.torch.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Unfinished:
     sums: list[Tensor] | None = None  # of clipped gradients, over all portions
     rates: list[float] | None = None  # the learning rates, which are the same for all portions
     skips: list[bool] = field(default_factory=list)  # what Opacus's BatchMemoryManager has announced
+    norms: list[Tensor] = field(default_factory=list)  # of single gradients, where the log asks for them
     known: Any = None  # the sums of real gradients at the canaries' coordinates
 
 
@@ -86,6 +88,7 @@ class TrainingRun:
     charge: Callable[[], None] | None = None  # charges the run to its budget, which the first step does
     guard: Guard | None = None  # what looks at the loop's batches and steps; set by make_private
     planted: PlantedCanaries | None = None  # whose traces an audit looks for; set by make_private
+    watch: Watch | None = None  # what tells the log; set by make_private
 
     @property
     def step(self) -> int:
@@ -130,6 +133,23 @@ class TrainingRun:
         if self.charge is not None:
             self.charge()
             self.charge = None
+
+    def release(self, sums: list[Tensor], gathered: Unfinished) -> None:
+        """Add the due step's row of noise to the sums over all ranks, and tell those who look at releases."""
+        step = self.step
+        if self.watch is not None:
+            self.watch.before_noise()
+        self.noise.add_(sums)
+        if self.watch is not None:
+            self.watch.after_noise(sums, gathered.norms)
+        if self.planted is not None:
+            self.planted.find(step, sums, gathered)
+
+    def close(self) -> None:
+        """Let go of the ledger and the log; no more steps are released."""
+        self.noise.close()
+        if self.watch is not None:
+            self.watch.close()
 
     def restart_step(self) -> None:
         """Drop everything that the due step has gathered; its batch comes again, from its first part."""

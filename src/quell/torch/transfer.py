@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +22,32 @@ def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Awaited:
-    """A number that the device is still working on. `float` waits for it, and for nothing that was sent later."""
+    """Numbers that the device is still working on. To read them is to wait for them, and for nothing sent later."""
 
     def __init__(self, value: Tensor) -> None:
         self._arrived = torch.cuda.Event() if value.is_cuda else None
         if self._arrived is None:
             self._value = value
             return
-        self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         self._value.copy_(value.detach(), non_blocking=True)
         self._arrived.record()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether nobody would wait."""
+        return self._arrived is None or bool(self._arrived.query())
+
     def __float__(self) -> float:
+        self._wait()
+        return float(self._value)
+
+    def numbers(self) -> list[Any]:
+        """As `Tensor.tolist` nests them."""
+        self._wait()
+        found: list[Any] = self._value.tolist()
+        return found
+
+    def _wait(self) -> None:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return float(self._value)

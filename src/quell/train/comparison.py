@@ -61,6 +61,7 @@ class Setting:
     seed: int | None = None  # makes runs repeatable and voids their privacy
     search: TuningPlan | None = None  # how private runs choose their learning rate; None: it is given
     budget: Path | None = None  # which every private run is charged to, with its trials
+    log: Path | None = None  # a folder with a log for every private run
 
     @property
     def run(self) -> Run:
@@ -239,6 +240,7 @@ class _Training:
                 mechanism=arm.mechanism,
                 key=None if seed is None else _seeded(seed),
                 budget=recipe.budget if recipe.search is None else None,  # a search is charged as a whole
+                log=None if recipe.log is None else recipe.log / f"{arm.name.lower()}-{number + 1}",
             )
 
     def epoch(self) -> None:

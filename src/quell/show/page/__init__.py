@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from quell.errors import QuellError
 
 
 def write(page: str, path: str | Path) -> None:
-    """Write a page to a file."""
+    """Write a page to a file, whole or not at all: a browser may be reading it."""
+    path = Path(path)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        Path(path).write_text(page, encoding="utf-8")
+        draft.write_text(page, encoding="utf-8")
+        os.replace(draft, path)
     except OSError as problem:
         raise QuellError(f"cannot write the page to {path}: {problem.strerror}") from problem

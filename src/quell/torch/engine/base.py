@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
-from quell.torch.clip_norms import Bounds, ClipNorm
+from quell.torch.clip_norms import Bounds, ClipNorm, Measured, lengths
 from quell.torch.clipping import Clipped
 from quell.torch.engine.scales import Scale
 from quell.torch.sharding import local
@@ -27,6 +27,7 @@ class Engine(ABC):
     """What the optimizer asks of a way of clipping."""
 
     clipping: ClassVar[str]  # as the user names it
+    sees_norms: ClassVar[bool] = True  # of single gradients
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
 
     def __init__(
@@ -38,8 +39,10 @@ class Engine(ABC):
         self.mean_loss = loss_reduction == "mean"
         self.present: Callable[[int], int] = lambda units: units  # how many of a batch's units count: the first ones
         self.scales: Mapping[str, Scale] = {}  # what gradients are multiplied with before they are clipped, if at all
+        self.keeps_norms = False  # whether `take_norms` is asked; they are private, so nobody keeps them unasked
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
+        self._norms: list[Tensor] = []
 
     def settings(self) -> dict[str, Any]:
         """What the same batch and weights must be clipped with to give the same sums."""
@@ -57,9 +60,14 @@ class Engine(ABC):
         self._seen, self._sums = 0, {}
         return seen, [sums[name] if name in sums else _zeros(p) for name, p in self.params.items()]
 
+    def take_norms(self) -> list[Tensor]:
+        """The `lengths`, before clipping, of the gradients that were collected; none unless they are kept."""
+        norms, self._norms = self._norms, []
+        return norms
+
     def discard(self) -> None:
         """Forget gradients that were computed and not collected."""
-        self._seen, self._sums = 0, {}
+        self._seen, self._sums, self._norms = 0, {}, []
 
     def unscale_(self, sums: Sequence[Tensor]) -> None:
         """From the space in which gradients were clipped and got their noise back to that of the parameters."""
@@ -84,6 +92,13 @@ class Engine(ABC):
         """Add the sums of this rank's `examples`, which must not be larger than so many clipped gradients can make."""
         self._require_bounded(clipped.norm, clipped.examples)
         self._add(examples, clipped.sums)
+        for measured in clipped.measured:
+            self._keep_norms(measured)
+
+    def _keep_norms(self, measured: Measured, present: int | None = None) -> None:
+        """Where they are asked for: those of the first units, which are `present` (default: all)."""
+        if self.keeps_norms:
+            self._norms.append(lengths(measured)[:present])
 
     def _require_bounded(self, norm: float, examples: int) -> None:
         if not norm <= examples * self.max_grad_norm * (1 + 1e-3):

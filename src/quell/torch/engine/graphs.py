@@ -243,6 +243,7 @@ class Recording:
         with torch.no_grad(), full_precision():
             pieces, units = self.engine.pieces_of(found)
             sums = self.engine.clipped(pieces, units, self._present)
+            self.measured = self.engine.measured
             return sums, norm_of(sums.values()), units
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.torch.clip_norms import Bounds, ClipNorm, clip_factors
+from quell.torch.clip_norms import Bounds, ClipNorm, Measured, clip_factors
 from quell.torch.clipping import norm_of
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine
@@ -75,6 +75,7 @@ class LayerEngine(Engine):
         self._outer: dict[int, int] = {}  # of a backward pass inside another, which reentrant checkpoints have
         self._missing = set(self.params)  # that no backward pass has brought a gradient for yet
         self._first = None if self.sharded else FirstBatch(self)
+        self.measured: Measured = []  # the units that were clipped last, before clipping
         self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._end)
@@ -245,6 +246,7 @@ class LayerEngine(Engine):
         for recording in replayed:
             examples = self.present(recording.units)
             recording.clip(examples)
+            self._keep_norms(recording.measured, examples)
             own = torch._foreach_mul(list(recording.sums.values()), 1.0)  # the next replay overwrites its sums
             self._take_sums(examples, dict(zip(recording.sums, own, strict=True)), recording.norm)
         if self._seen and self._missing:
@@ -262,6 +264,7 @@ class LayerEngine(Engine):
                 self._first = None
         examples = self.present(units)
         sums = self.clipped(pieces, units, examples)
+        self._keep_norms(self.measured, examples)
         if self.sharded:
             self._require_bounded(*self._norm_over_ranks(sums, examples))
             self._add(examples, sums)
@@ -293,11 +296,13 @@ class LayerEngine(Engine):
         """
         scale = units if self.mean_loss else 1 / self.rows_per_unit
         sums: dict[str, Tensor] = {}
+        self.measured = []
         for bound in self.bounds.groups:
             own = {names: parts for names, parts in pieces.items() if names[0] in bound.names}
             if not own:  # in a pass that did not use these parameters
                 continue
             norms = whole_norms(own.values()) * scale
+            self.measured.append((norms, bound))
             factors = clip_factors(norms * (1 + 1e-5), bound) * scale
             if isinstance(present, Tensor) or present < units:
                 factors = factors * (torch.arange(units, device=factors.device) < present)
