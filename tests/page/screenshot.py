@@ -1,4 +1,6 @@
-"""The pictures of the pages in the documentation: python -m tests.page.screenshot docs/images demo/digits-private/page.html
+"""The pictures of the pages in the documentation.
+
+    python -m tests.page.screenshot docs/images demo/digits-private/page.html
 
 Each page is shown on a desk and on a phone, light and dark: a plan's page, the live page, and the page of a training.
 """

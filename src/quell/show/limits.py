@@ -28,8 +28,8 @@ def limits_table(limits: UserLimits) -> Table:
 def limit_sentences(limits: UserLimits) -> list[str]:
     """What a table of users says about a plan, beside the table of limits."""
     found = [
-        f"{words.counted(limits.units, limits.drawn)} have {words.counted(limits.rows, 'row')}: {limits.median:,} in the "
-        f"median, at most {limits.most:,}. This is about private data: do not publish it with the plan.",
+        f"{words.counted(limits.units, limits.drawn)} have {words.counted(limits.rows, 'row')}: {limits.median:,} in "
+        f"the median, at most {limits.most:,}. This is about private data: do not publish it with the plan.",
         "Fewer participations need less noise and leave more data unseen; more rows a step cost time, not privacy "
         f"(make_private(..., rows_per_user={limits.rows_per_user})).",
     ]
