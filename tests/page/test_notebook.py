@@ -11,8 +11,11 @@ from rich.console import Console
 
 import quell
 from quell.progress import announce
+from quell.run import Promise
 from quell.show import bar, plots
 from quell.show.notebook import framed
+from quell.tuning import TuningPlan
+from quell.tuning.plan import Way
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(plan):
@@ -23,6 +26,13 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(plan):
     assert html.unescape(rest).count(str(plan)) == 1
     assert '"><script' not in framed('"><script>alert(1)</script>', "</pre><script>alert(1)</script>")
     assert "<script>" not in framed('"><script>alert(1)</script>', "</pre><script>alert(1)</script>")
+
+
+def test_comparisons_are_shown_as_text():
+    ways = (Way("geometric", 10.0, 5.0, 1.4, 0.1), Way("all", 5, 3.0, 2.2, 0.0))
+    shown = TuningPlan(Promise(8.0, 1e-5), 5, (), ways)._repr_html_()
+    assert shown.startswith("<pre>")
+    assert "may be released" in shown
 
 
 def test_pictures_are_shown_by_notebooks():

@@ -33,6 +33,7 @@ from quell.noise.audit import audit as noise_audit
 from quell.planning import Mechanism, Plan
 from quell.schemes import Batches, Scheme
 from quell.show import outcomes, plots
+from quell.show.notebook import preformatted
 
 MOST_STEPS = 4096
 _MOST_NUMBERS = 1 << 28  # canaries × steps that are kept, of five bytes each
@@ -76,6 +77,9 @@ class Audit:
 
     def __str__(self) -> str:
         return outcomes.audited(self.as_dict())
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 class Canaries:

@@ -22,5 +22,10 @@ def framed(page: str, text: str) -> str:
     return (
         f'<iframe sandbox="allow-scripts allow-downloads" allow="clipboard-write" title="Quell" srcdoc="{source}" '
         f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
-        f"<details><summary>As text</summary><pre>{html.escape(text)}</pre></details>"
+        f"<details><summary>As text</summary>{preformatted(text)}</details>"
     )
+
+
+def preformatted(text: str) -> str:
+    """HTML that shows lines as a terminal does."""
+    return f"<pre>{html.escape(text)}</pre>"

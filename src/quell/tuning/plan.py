@@ -22,6 +22,8 @@ from quell.privacy.profile import GaussianProfile
 from quell.privacy.selection import LAWS, Trials, selected_epsilon
 from quell.run import Promise, Run, population, usual_delta
 from quell.show import many_runs
+from quell.show.notebook import preformatted
+from quell.show.tables import text_of
 
 T = TypeVar("T")
 
@@ -57,6 +59,9 @@ class TuningPlan:
     trials: Trials | int
     plans: tuple[Plan, ...]
     ways: tuple[Way, ...]
+
+    def _repr_html_(self) -> str:
+        return preformatted(text_of(many_runs.ways_table(self.ways, self.law)))
 
     @property
     def law(self) -> str:

@@ -25,6 +25,7 @@ from quell.watching.services import Service, open_services
 FORMAT, VERSION = "quell-log", 1
 ABOUT, ROWS = "run.json", "log.csv"
 MOST_BYTES = 1 << 30
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows would write other ends of lines
 _TAIL = 1 << 16  # bytes at the end of a file in which its last row is looked for
 
 Value = float | int | str | None
@@ -113,7 +114,7 @@ class RunLog:
         content = {"format": FORMAT, "version": VERSION, **about, "columns": log.meanings}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
             self.last = self._last_step()
             if self.last:
                 self._require_same_run(content)
@@ -164,7 +165,7 @@ class RunLog:
 
     def _begin(self, content: dict[str, Any]) -> None:
         if self.log.norms:
-            os.fchmod(self._file, 0o600)
+            os.chmod(self._path, 0o600)
         path = self._path.with_name(ABOUT)
         draft = path.with_name(f"{ABOUT}.{os.getpid()}.new")
         draft.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
