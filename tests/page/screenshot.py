@@ -30,9 +30,9 @@ RUN: dict[str, Any] = {
     "momentum": 0.9,
 }
 HEIGHTS = {1440: 1300, 390: 1500}  # of the pictures: the first screens
-_DONE = "document.body.dataset.kind === 'full' && document.getElementById('status').innerText.endsWith('compared.')"
+_DONE = "document.body.dataset.kind === 'full' && document.querySelector('#working progress').hidden"
 _SETTLED = "new Promise(resolve => setTimeout(resolve, 500))"  # charts are drawn anew when a window has its new size
-_COLOURS = 48
+_COLOURS = 128
 
 
 def main(folder: Path, training: Path) -> None:

@@ -72,7 +72,7 @@ def test_the_table_is_sorted_by_the_column_that_says_so(report, plan):
 
 
 @pytest.mark.parametrize(
-    "value", [0.0, 1.0, 2.27199, 37.005, 999.96, 12345.6, 9_999_999.0, 1.2345e8, 1e-4, 0.00099, -0.5]
+    "value", [0.0, 1.0, 2.27199, 37.005, 999.96, 12345.6, 9_999_999.0, 1.2345e8, 1e-4, 1.2346e-4, 0.00099, -0.5]
 )
 def test_numbers_look_the_same_in_charts_and_sentences(report, value):
     assert report.run(f"show({value!r})") == words.amount(value)

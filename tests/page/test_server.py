@@ -123,6 +123,7 @@ def test_nothing_but_reading_is_answered(server, method):
         ("mechanism=bisr", "goes with a mechanism"),
         ("kind=certify&mechanism=magic", "there is no mechanism"),
         ("optimizer=magic", "must be sgd or adam"),
+        ("optimizer=adam&momentum=0.5", "momentum=0.5 is SGD's"),
         ("examples=50%2C00", "must be a whole number"),
         ("&".join(f"x{i}=1" for i in range(100)), "must have the form"),
     ],
@@ -158,7 +159,7 @@ def test_an_unforeseen_failure_is_json_too(server, monkeypatch, capsys):
 
 def test_a_question_changes_only_what_it_names():
     question = read_question("epsilon=3&memory=unlimited&optimizer=adam&kind=draft", SETUP)
-    assert question == Question(SETUP.changed(epsilon=3.0, memory=None, adaptive=True), "draft")
+    assert question == Question(SETUP.changed(epsilon=3.0, memory=None, optimizer="adam"), "draft")
 
 
 @pytest.mark.parametrize("text", ["50000", "50%2C000", "50k", "50K", "0.05M", "5e4"])

@@ -29,7 +29,7 @@ _LABELS = {
 _HINTS = {
     "examples": "50000, 50,000 or 50k",
     "delta": "Empty: the largest power of ten up to 1/(10 · examples).",
-    "momentum": "0 to 0.999",
+    "momentum": "0 to 0.999; Adam brings its own 0.9.",
 }
 # Runs as people make them; sizes of the training sets of MNIST, CIFAR-10, SST-2 and E2E.
 _PRESETS: dict[str, dict[str, Any]] = {

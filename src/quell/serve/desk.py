@@ -79,7 +79,7 @@ def read_question(query: str, fixed: Run) -> Question:
         if name == "optimizer":
             if text not in OPTIMIZERS:
                 raise QuellError(f"optimizer={text[:40]!r} must be {' or '.join(OPTIMIZERS)}")
-            changes["adaptive"] = OPTIMIZERS[text]
+            changes |= {"optimizer": text} if OPTIMIZERS[text] else {"adaptive": False}
         else:
             changes[name] = text if name in _CHOICES else _number(name, text)
     run = fixed.changed(**changes)
@@ -159,7 +159,7 @@ class Desk:
                 if (seconds := time.monotonic() - begun) > 1.0:  # shorter ones say little about long ones
                     self._pace = seconds / _usual_seconds(run)
                 tell({"plan": brief(plan)})
-                report("reasons and other ε")
+                report("computing reasons and other ε")
                 tell({"plan": plan.page_content})
 
     def _expected(self, question: Question) -> float | None:

@@ -101,12 +101,12 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.desk.answer(read_question(query, self.server.run), tell)
             except QuellError as problem:
                 fail(HTTPStatus.BAD_REQUEST, str(problem))
-            except ConnectionError:
+            except (ConnectionError, TimeoutError):
                 raise
             except Exception as problem:
                 traceback.print_exc()
                 fail(HTTPStatus.INTERNAL_SERVER_ERROR, f"planning failed: {type(problem).__name__}; see the terminal")
-        except ConnectionError:  # the page wants something else by now
+        except (ConnectionError, TimeoutError):  # the page wants something else by now, or does not read
             self.close_connection = True
 
     def _gone(self) -> bool:

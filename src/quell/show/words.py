@@ -68,10 +68,10 @@ def amount(value: float) -> str:
     """An error wherever it is read: four digits, with a power of ten where it is very small or large.
 
     >>> amount(2.27199), amount(12345.6), amount(0.00012345)
-    ('2.272', '12,350', '1.23·10⁻⁴')
+    ('2.272', '12,350', '1.234·10⁻⁴')
     """
     if value and not 1e-3 <= abs(value) < 1e7:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        mantissa, _, exponent = f"{value:.3e}".partition("e")
         return _power_of_ten(f"{float(mantissa):g}e{exponent}")
     return f"{float(f'{value:.4g}'):,.10g}"
 

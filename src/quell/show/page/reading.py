@@ -26,6 +26,10 @@ _TERMS = {
     "its own counted. Estimated noise is close to that, and is not a promise.",
     "mechanism": "How the noise of different steps is correlated: later noise cancels a part of earlier noise.",
     "noise is": "Whether the noise is certified to keep the promise, or only estimated.",
+    "amplification": "Batches that are drawn at random, and kept secret, hide who took part in a step. The same "
+    "promise then needs less noise.",
+    "clip norm": "Before noise is added, what each {unit} contributes to a step is shortened to at most this length.",
+    "DP-SGD": "The usual way of training with privacy: independent noise at every step.",
     "promise": "(ε, δ)-DP: differential privacy with the budget ε and the failure probability δ.",
 }
 _STRONG, _WEAK = 1.0, 10.0  # ε below and above which a promise is called strong and weak

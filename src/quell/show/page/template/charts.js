@@ -17,7 +17,7 @@ function make(parent, tag, attributes = {}, text = null) {
 // As quell.show.words.amount: four digits, powers of ten where numbers are very small or large.
 function show(value) {
   if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) {
-    const [mantissa, exponent] = value.toExponential(2).split("e");
+    const [mantissa, exponent] = value.toExponential(3).split("e");
     const power = `10${String(Number(exponent)).replace(/./g, c => c === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[c])}`;
     return Number(mantissa) === 1 ? power : `${Number(mantissa)}·${power}`;
   }

@@ -123,7 +123,7 @@ function startLive(live) {
     document.body.dataset.kind = kind;
     showPlan(plan);
     form.elements.delta.placeholder = plan.delta;
-    title.textContent = `More: ${valueOf(form, { name: "examples" })} examples, δ = ${plan.delta}, ${valueOf(form, { name: "optimizer" })}, ${valueOf(form, { name: "sampling" })} batches`;
+    title.textContent = `More: ${valueOf(form, { name: "examples" })} examples, δ = ${plan.delta}, ${valueOf(form, { name: "optimizer" })}, batches: ${valueOf(form, { name: "sampling" })}`;
     element("plan").classList.remove("stale");
   }
 

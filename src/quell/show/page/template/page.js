@@ -22,6 +22,7 @@ function showPlan(plan) {
   fill("notes", plan.notes, "li");
   showPairs("legend", plan.legend);
   showPairs("privacy", plan.privacy.map(({ title, text }) => [title, text]));
+  showPairs("words", Object.entries(plan.terms));
   showTable(plan);
   showChoice(plan);
   if (focused !== null) radioOf(focused)?.focus({ preventScroll: true });
