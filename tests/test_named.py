@@ -69,16 +69,6 @@ def test_certificates_of_named_rows_share_their_failure_probability(monkeypatch)
     assert asked == [planner.COMPARISONS]
 
 
-def test_every_row_of_a_plan_can_be_named(tmp_path):
-    plan = quell.plan(**TINY, sampling="cyclic")
-    assert len(plan.alternatives) > 5
-    for row in plan.alternatives:
-        again = named_plan(plan.run, words.label(row))
-        assert words.label(again.mechanism) == words.label(row)
-        assert again.mechanism.noise_multiplier == pytest.approx(row.noise_multiplier, rel=1e-3)
-        assert again.run.limits.fits(again.mechanism)
-
-
 def test_limits_give_way_to_what_is_named():
     plan = quell.plan(**TINY, sampling="cyclic", memory=0, draws=1, mechanism="band_toeplitz* p=4")
     assert (plan.run.limits.memory, plan.run.limits.draws) == (3.0, 1)

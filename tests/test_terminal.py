@@ -274,6 +274,16 @@ def quell_plan(plan: Plan, **changes) -> Plan:
     return named_plan(plan.run.changed(**changes), "blt d=1")
 
 
+def test_every_row_of_a_plan_can_be_named():
+    plan = remembered(Run.from_data(examples=2000, batch_size=100, epochs=4, epsilon=4, delta=1e-5, sampling="cyclic"))
+    assert len(plan.alternatives) > 5
+    for row in plan.alternatives:
+        again = named_plan(plan.run, words.label(row))
+        assert words.label(again.mechanism) == words.label(row)
+        assert again.mechanism.noise_multiplier == pytest.approx(row.noise_multiplier, rel=1e-3)
+        assert again.run.limits.fits(again.mechanism)
+
+
 def test_price_and_plan_certify_the_same_mechanism(files):
     (priced,) = json.loads(quell("price", "blt", "--buffers", "1", *DATA, "--sampling", "cyclic", "--json"))[
         "mechanisms"
