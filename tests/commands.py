@@ -15,7 +15,7 @@ from quell import cli, planning
 
 RUN = ["--steps", "3900", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
 DATA = ["--examples", "2000", "--batch-size", "100", "--epochs", "4", "--epsilon", "4", "--delta", "1e-5"]
-PLAN = ["plan", "--fast", *DATA]
+PLAN = ["plan", "--fast", *DATA, "--memory", "0", "--draws", "4"]  # limits that keep the search short
 COMMAND = typer.main.get_command(cli.app)  # made once: that takes a twentieth of a second
 _FOUND: dict[str, planning.Plan] = {}
 
