@@ -48,8 +48,8 @@ def progress_bar(console: Console) -> Iterator[Advance]:
         task = bar.add_task("pricing", total=None, detail="")
 
         def advance(done: int, total: int, stage: str) -> None:
-            known = total if total > 1 else None
-            bar.update(task, completed=done, total=known, description=stage, detail="")
+            bar.tasks[task].total = total if total > 1 else None  # which update() cannot take back
+            bar.update(task, completed=done, description=stage, detail="")
 
         with listening(lambda text: bar.update(task, detail=text)):
             yield advance
