@@ -83,7 +83,8 @@ def test_train_shows_three_rows_and_writes_what_a_colleague_needs(file, tmp_path
     assert json.loads((out / "plan.json").read_text())["run"]["examples"] == 150
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "page.html").read_text()
-    assert "planned" in page
+    assert "Whatever anyone concludes from the trained model" in page
+    assert "The best attack on who was in the data finds at most" in page
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
