@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -275,6 +276,24 @@ def test_wrong_options_are_refused_before_training(file, message, monkeypatch):
     monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("training began"))
     with pytest.raises(QuellError, match=message.replace(".", r"\.")):
         train(file, *WRONG[message])
+
+
+@pytest.mark.slow
+def test_the_readme_leads_from_a_table_to_predictions(tmp_path, monkeypatch):
+    """Its commands as they stand, with the whole plan and the search, on the table that the example writes."""
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "README.md").read_text().partition("## Your own table")[2]
+    text = section.partition("```sh\n")[2].partition("```")[0]
+        (ROOT / "README.md").read_text().partition("## Your own table")[2].partition("```sh\n")[2].partition("```")[0]
+    )
+    runpy.run_path(str(ROOT / "examples" / "patients.py"))["write"]("patients.csv")
+    for line in text.splitlines():
+        result = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+        assert result.exit_code == 0, result.output
+    truth = [row.rsplit(",", 1)[1] for row in Path("patients.csv").read_text().split()[1:]]
+    found = [row.split(",")[0] for row in Path("predictions.csv").read_text().split()[1:]]
+    assert np.mean([one == other for one, other in zip(found, truth, strict=True)]) > 0.8
 
 
 @pytest.mark.slow
