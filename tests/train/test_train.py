@@ -285,8 +285,6 @@ def test_the_readme_leads_from_a_table_to_predictions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     section = (ROOT / "README.md").read_text().partition("## Your own table")[2]
     text = section.partition("```sh\n")[2].partition("```")[0]
-        (ROOT / "README.md").read_text().partition("## Your own table")[2].partition("```sh\n")[2].partition("```")[0]
-    )
     runpy.run_path(str(ROOT / "examples" / "patients.py"))["write"]("patients.csv")
     for line in text.splitlines():
         result = CliRunner().invoke(cli.app, shlex.split(line)[1:])
