@@ -53,7 +53,7 @@ def main(small: bool = False) -> float:
         epochs=2 if small else 4,
         epsilon=3,
         delta=1e-5,
-        adaptive=True,  # AdamW rescales gradients
+        optimizer="adamw",
         sampling="cyclic" if small else "best",
     )
     arguments = TrainingArguments(

@@ -43,7 +43,7 @@ def main(small: bool = False, folder: str = ".") -> float:
         epochs=2 if small else 5,
         epsilon=8,
         delta=1e-6,
-        adaptive=True,
+        optimizer="adamw",
         sampling="cyclic" if small else "best",
     )
     model = Network(32 if small else 1024, 2 if small else 12).to(device)

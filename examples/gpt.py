@@ -55,7 +55,7 @@ def main(file: str | None = None) -> float:
         epochs=2 if small else 20,
         epsilon=8,
         delta=0.1 / len(lines),
-        adaptive=True,
+        optimizer="adamw",
         sampling="cyclic" if small else "best",
     )
     model = (GPT(32, 2, 1) if small else GPT(384, 6, 6)).to(device)

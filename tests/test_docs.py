@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import quell
 from quell import cli
 from tools import site
 
@@ -63,12 +65,29 @@ def test_console_blocks_show_real_output(page, text, tmp_path, monkeypatch):
 SLOW = ("jax.md", "from-jax-privacy.md", "noise.md", "from-opacus.md", "lora.md")  # which import or compile for long
 
 
+SHARED = ("pytorch.md",)  # which plan the same run as the README, and are run with it
+
+
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW else ()) for page in PAGES],
+    [
+        pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW else ())
+        for page in PAGES
+        if page.name not in SHARED
+    ],
 )
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if page.name != "README.md":
+        run(page)
+        return
+    monkeypatch.setattr(quell, "plan", lru_cache(quell.plan))
+    for each in (page, *(ROOT / "docs" / name for name in SHARED)):
+        run(each)
+    assert quell.plan.cache_info().hits
+
+
+def run(page: Path) -> None:
     namespace: dict = {}
     texts = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     if any("import jax" in text for text in texts):

@@ -103,7 +103,7 @@ def _text(thing: Any) -> str:
         return ""
     text = inspect.cleandoc(raw)
     text = re.sub(r"^(Args|Attributes):\n", r"\1:\n\n", text, flags=re.M)
-    text = re.sub(r"^    (\w+): ", r"- `\1`: ", text, flags=re.M)
+    text = re.sub(r"^    (\w+(?:, \w+)*): ", lambda found: f"- `{found[1].replace(', ', '`, `')}`: ", text, flags=re.M)
     return re.sub(
         r"^>>> .*\n?(?:.+\n?)*", lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text, flags=re.M
     ).strip()

@@ -67,7 +67,7 @@ WRONG = {
     "a label 2, but --classes has 2": {"x": X, "y": Y, "classes": "2"},
     "state the classes, because": {"x": X, "y": Y, "classes": None},
     "2 to 10,000 different ones": {"x": X, "y": Y, "classes": "a,a"},
-    "--target names a column": {"x": X, "y": Y, "classes": "3", "target": "x"},
+    "--target is about a column": {"x": X, "y": Y, "classes": "3", "target": "x"},
     "one --range for all": {"x": X, "y": Y, "classes": "3", "ranges": ["0:1", "0:2"]},
     "is no range": {"x": X, "y": Y, "classes": "3", "ranges": ["age=0:1"]},
     "leaves 0 examples to test on": {"x": X[:2], "y": Y[:2]},

@@ -17,7 +17,7 @@ from quell.train.table import Column, Columns, columns_of, encoded
 
 ROWS = [[str(20 + i), "Oslo" if i % 2 else "Rome", str(i % 7), "", "yes" if i % 3 else "no"] for i in range(60)]
 HEADER = ["age", "city", "code", "remark", "bought"]
-KNOWN = Known("bought", "no,yes", ["age=0:100"], ["code"])
+KNOWN = Known("bought", "no,yes", ranges=["age=0:100"], categories=["code"])
 
 
 def written(folder, rows=ROWS, header=HEADER, name="people.csv", delimiter=","):
@@ -49,6 +49,12 @@ def test_no_row_changes_how_another_is_encoded(tmp_path, changed):
     assert (before[0] != after[0]).any()
 
 
+def test_numbers_to_predict_are_cut_into_classes(tmp_path):
+    data = reading.load(written(tmp_path), Known("age", cuts="30,50"), validate=False)
+    assert data.classes == ("below 30", "30 to 50", "50 or more")
+    assert np.bincount(np.concatenate([data.train.y, data.test.y])).tolist() == [10, 20, 30]  # ages 20 to 79
+
+
 def test_a_cell_that_is_no_number_is_a_text_of_its_own():
     age = Column("age", (0.0, 50.0))
     assert [age.number(text) for text in ("25", "-7", "1e9", "nan", "", "ten")] == [0.0, -1.0, 1.0, None, None, None]
@@ -75,13 +81,16 @@ WRONG = {
     "--classes 'no,yes' are those": Known("bought"),
     "quell train predicts classes": Known("age"),
     "is no column of": Known("price", "no,yes"),
-    "--range 'size'": Known("bought", "no,yes", ["size=0:1"]),
+    "--range 'size'": Known("bought", "no,yes", ranges=["size=0:1"]),
     "--drop 'size'": Known("bought", "no,yes", dropped=["size"]),
-    "cannot be a --category and have a --range": Known("bought", "no,yes", ["age=0:1"], ["age"]),
-    "is no range": Known("bought", "no,yes", ["age=young:old"]),
-    "9 must lie below 1": Known("bought", "no,yes", ["age=9:1"]),
+    "cannot be a --category and have a --range": Known("bought", "no,yes", ranges=["age=0:1"], categories=["age"]),
+    "is no range": Known("bought", "no,yes", ranges=["age=young:old"]),
+    "9 must lie below 1": Known("bought", "no,yes", ranges=["age=9:1"]),
     "no column left": Known("bought", "no,yes", dropped=HEADER[:4]),
     "example 1 of": Known("bought", "maybe,yes"),
+    "in none of the classes 'below 1', '1 or more'": Known("city", cuts="1"),
+    "must be growing numbers": Known("age", cuts="20,10"),
+    "it does not go with --classes": Known("age", "no,yes", cuts="20"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -83,7 +84,8 @@ def test_train_shows_three_rows_and_writes_what_a_colleague_needs(file, tmp_path
     assert json.loads((out / "plan.json").read_text())["run"]["examples"] == 150
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "page.html").read_text()
-    assert "planned" in page
+    assert "Whatever anyone concludes from the trained model" in page
+    assert "The best attack on who was in the data finds at most" in page
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
@@ -274,6 +276,22 @@ def test_wrong_options_are_refused_before_training(file, message, monkeypatch):
     monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("training began"))
     with pytest.raises(QuellError, match=message.replace(".", r"\.")):
         train(file, *WRONG[message])
+
+
+@pytest.mark.slow
+def test_the_readme_leads_from_a_table_to_predictions(tmp_path, monkeypatch):
+    """Its commands as they stand, with the whole plan and the search, on the table that the example writes."""
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "README.md").read_text().partition("## Your own table")[2]
+    text = section.partition("```sh\n")[2].partition("```")[0]
+    runpy.run_path(str(ROOT / "examples" / "patients.py"))["write"]("patients.csv")
+    for line in text.splitlines():
+        result = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+        assert result.exit_code == 0, result.output
+    truth = [row.rsplit(",", 1)[1] for row in Path("patients.csv").read_text().split()[1:]]
+    found = [row.split(",")[0] for row in Path("predictions.csv").read_text().split()[1:]]
+    assert np.mean([one == other for one, other in zip(found, truth, strict=True)]) > 0.8
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from quell.show import tables
 _FILE = "A .csv or .tsv table; or arrays x and y (and x_test, y_test), in an .npz file or a folder of .npy files."
 _CLASSES = "The classes, separated by commas; for arrays also how many. Taken for public."
 _BATCH = "Examples per step. Default: a fortieth of them, 16 to 1,024."
+_CUTS = "To predict a number: 10,20 makes the classes below 10, 10 to 20, 20 or more. Taken for public."
 _RANGE = "COLUMN=LOW:HIGH, the range of a column's numbers (repeat it); LOW:HIGH for arrays. Taken for public."
 
 
@@ -24,6 +25,7 @@ def train(
     file: Annotated[Path, typer.Argument(help=_FILE)],
     target: Annotated[str | None, stated("The column to predict.")] = None,
     classes: Annotated[str | None, stated(_CLASSES)] = None,
+    cuts: Annotated[str | None, stated(_CUTS)] = None,
     ranges: Annotated[list[str] | None, stated(_RANGE, "--range")] = None,
     category: Annotated[list[str] | None, stated("A column whose numbers are names (repeat it).")] = None,
     drop: Annotated[list[str] | None, stated("A column that the model must not see (repeat it).")] = None,
@@ -68,7 +70,7 @@ def train(
             folder,
             advance,
             lambda row: terminal.errors.print(f"{row.arm.name}: {row.mean:.1%} at lr {row.rates}", highlight=False),
-            known=Known(target, classes, ranges or (), category or (), drop or ()),
+            known=Known(target, classes, cuts, ranges or (), category or (), drop or ()),
             model=model,
             learning_rate=lr,
             max_grad_norm=clip,

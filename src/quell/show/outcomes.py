@@ -30,8 +30,9 @@ def audited(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def training(run: Run) -> str:
-    return f"{describe_run(run)} Momentum {run.optimizer.momentum:g}. The target holds for each private row by itself."
+def training(run: Run, compared: bool) -> str:
+    each = " The target holds for each private row by itself." if compared else ""
+    return f"{describe_run(run)} Momentum {run.optimizer.momentum:g}.{each}"
 
 
 def verdict(planned: Sequence[float], dpsgd: Sequence[float]) -> str:
@@ -75,10 +76,10 @@ def training_notes(
     if validation:
         protected = "" if seeded else ", by scores with noise, so that the promise holds for these examples too"
         found.append(
-            f"Learning rates were chosen on {validation:,} examples held out from training{protected}. All rows choose "
-            "from the same grid. Each private run is the best of a random number of trials. The promise covers all of "
-            "them, as long as their number, their scores and the other models stay secret. A saved plan is that of one "
-            "trial."
+            f"Learning rates were chosen on {validation:,} examples held out from training{protected}."
+            f"{' All rows choose from the same grid.' if compared else ''} Each private run is the best of a random "
+            "number of trials. The promise covers all of them, as long as their number, their scores and the other "
+            "models stay secret. A saved plan is that of one trial."
         )
     protected = (
         ""

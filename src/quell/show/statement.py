@@ -19,6 +19,16 @@ _NEIGHBOURS = {
 }
 
 
+def promised(epsilon: float, delta: float, unit: str, meaning: Meaning | None) -> dict[str, str]:
+    """What a promise says about any one unit, and what it means to an attacker, where that was asked."""
+    return {
+        "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
+        f"without any one {unit}: no conclusion becomes more or less likely by more than a factor e^ε, "
+        f"ε = {at_least(epsilon)}, except with probability δ = {words.number(delta)}.",
+        **({} if meaning is None else {"What an attacker can find out": words.attacker(meaning, unit)}),
+    }
+
+
 def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, str]:
     """What is promised, to whom, and on which conditions, for someone who does not read formulas.
 
@@ -46,10 +56,7 @@ def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, s
         protected = f"Each single example. {neighbours} A person who contributed several examples is protected less."
     secret = f", and which {plan.run.drawn}s were in which batch" if plan.mechanism.scheme.amplifies else ""
     return {
-        "The promise": "Whatever anyone concludes from the trained model, they would have concluded almost the same "
-        f"without any one {unit}: no conclusion becomes more or less likely by more than a factor e^ε, "
-        f"ε = {at_least(guarantee.epsilon)}, except with probability δ = {words.number(guarantee.delta)}.",
-        **({} if meaning is None else {"What an attacker can find out": words.attacker(meaning, unit)}),
+        **promised(guarantee.epsilon, guarantee.delta, unit, meaning),
         "Who is protected": protected,
         "How batches must be formed": f"{formed} The promise is void for batches formed in another way. "
         f"(Scheme: {guarantee.sampling}.)",

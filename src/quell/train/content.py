@@ -12,6 +12,7 @@ from quell.show import tables, words
 from quell.show.outcomes import training, training_notes, verdict
 from quell.show.page import write
 from quell.show.page.document import assemble
+from quell.show.statement import promised
 from quell.strategy import INDEPENDENT
 from quell.train import counting
 from quell.train.comparison import Outcome, Setting
@@ -24,13 +25,22 @@ def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     finals = {outcome.arm.name: outcome.finals for outcome in outcomes}
     both = {"planned", "DP-SGD"} <= finals.keys()
     return {
-        "setup": training(recipe.run),
+        "setup": training(recipe.run, compared=len(outcomes) > 1),
         "verdict": verdict(finals["planned"], finals["DP-SGD"]) if both else None,
         "notes": notes_of(recipe, outcomes),
         "promise": words.promise(replace(recipe.plan.mechanism.guarantee, epsilon=recipe.run.epsilon))
         + (", the search for a learning rate included" if recipe.search is not None else ""),
+        "explained": _explained(recipe, outcomes[-1]),
         "arms": [_arm(recipe, outcome) for outcome in outcomes],
     }
+
+
+def _explained(recipe: Setting, planned: Outcome) -> dict[str, str]:
+    """The promise for people who do not read formulas; nothing where a seed voids it."""
+    report = planned.runs[0].report
+    if recipe.seed is not None or report is None:
+        return {}
+    return promised(report.epsilon_at_the_end, report.delta, recipe.run.promise.unit, report.meaning)
 
 
 def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:

@@ -6,8 +6,11 @@ Nothing is looked up in the data except to say what is missing. Those errors are
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +32,7 @@ class Known:
     Args:
         target: The column to predict. Tables only.
         classes: The classes, separated by commas; for arrays also their number.
+        cuts: Instead of classes: "10,20" makes the classes below 10, 10 to 20 and 20 or more of a number. Tables only.
         ranges: "low:high" for arrays, "column=low:high" for a column of a table.
         categories: Columns whose numbers are names, such as postcodes.
         dropped: Columns that the model does not see, such as names.
@@ -36,6 +40,7 @@ class Known:
 
     target: str | None = None
     classes: str | None = None
+    cuts: str | None = None
     ranges: Sequence[str] = ()
     categories: Sequence[str] = ()
     dropped: Sequence[str] = ()
@@ -107,22 +112,26 @@ def _table(path: Path, known: Known) -> _Read:
         ranges[name] = _limits(text, limits)
     columns = table.columns_of(path, known.target, ranges, known.categories, known.dropped)
     labels = table.cells(path, known.target)
-    names = _classes(known, sorted(set(labels)))
+    if known.cuts is None:
+        names = _classes(known, sorted(set(labels)))
+    else:
+        names, labels = _cut(known, labels)
     numbers = {name: number for number, name in enumerate(names)}
     wrong = next((row for row, label in enumerate(labels) if label not in numbers), None)
     if wrong is not None:
         raise QuellError(
-            f"example {wrong + 1:,} of {path} has {known.target} = {short(labels[wrong])}, which is not among "
-            "--classes: add it there, or remove such examples"
+            f"example {wrong + 1:,} of {path} has {known.target} = {short(labels[wrong])}, which is in none of "
+            f"the classes {', '.join(map(short, names[:_MOST_SHOWN]))}: change them, or remove such examples"
         )
     y = np.fromiter((numbers[label] for label in labels), np.int64, len(labels))
     return Part(table.encoded(path, columns), y), None, names, columns, None
 
 
 def _arrays(path: Path, known: Known) -> _Read:
-    for option, given in (("--target", known.target), ("--category", known.categories), ("--drop", known.dropped)):
+    named = {"--target": known.target, "--cuts": known.cuts, "--category": known.categories, "--drop": known.dropped}
+    for option, given in named.items():
         if given:
-            raise QuellError(f"{option} names a column of a .csv or .tsv file, and {path} has none: leave it out")
+            raise QuellError(f"{option} is about a column of a .csv or .tsv file, and {path} has none: leave it out")
     if len(known.ranges) > 1:
         raise QuellError("arrays have one --range for all of their numbers, low:high: leave the others out")
     limits = _limits(known.ranges[0], known.ranges[0]) if known.ranges else None
@@ -148,8 +157,7 @@ def _classes(known: Known, found: list[str] | int) -> tuple[str, ...]:
         if many > _MOST_SHOWN and not isinstance(found, int):
             raise QuellError(
                 f"the column {short(known.target)} has {many:,} different values, and quell train predicts classes: "
-                "put a column with a few classes (such as low,high) into the table, or use make_private with a model "
-                "of your own"
+                "if they are numbers, say where to cut them, such as --cuts 10,20 for below 10, 10 to 20, 20 or more"
             )
         written = str(found) if isinstance(found, int) else f"'{','.join(found)}'"
         raise QuellError(
@@ -165,6 +173,29 @@ def _classes(known: Known, found: list[str] | int) -> tuple[str, ...]:
             f"--classes {short(known.classes)} must be 2 to {_MOST_CLASSES:,} different ones: --classes no,yes"
         )
     return names
+
+
+def _cut(known: Known, labels: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The classes that cut points make of numbers, and the class of each label; a text that is no number stays."""
+    if known.classes is not None:
+        raise QuellError("--cuts makes the classes, so it does not go with --classes: drop one")
+    try:
+        cuts = [require_finite("cut", float(text)) for text in (known.cuts or "").split(",")]
+    except ValueError:
+        cuts = []
+    if not cuts or cuts != sorted(set(cuts)):
+        raise QuellError(f"--cuts {short(known.cuts)} must be growing numbers, separated by commas: --cuts 10,20")
+    between = [f"{low:g} to {high:g}" for low, high in pairwise(cuts)]
+    names = (f"below {cuts[0]:g}", *between, f"{cuts[-1]:g} or more")
+
+    def name_of(text: str) -> str:
+        try:
+            value = float(text)
+        except ValueError:
+            return text
+        return text if math.isnan(value) else names[bisect_right(cuts, value)]
+
+    return names, [name_of(text) for text in labels]
 
 
 def _limits(option: str, text: str) -> tuple[float, float]:

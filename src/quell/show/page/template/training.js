@@ -5,6 +5,11 @@ const at = id => document.getElementById(id);
 
 at("setup").textContent = found.setup;
 for (const line of [found.verdict, `Promise of the planned run: ${found.promise}.`]) if (line) make(at("answer"), "p", {}, line);
+at("explained-title").hidden = !Object.keys(found.explained).length;
+for (const [title, text] of Object.entries(found.explained)) {
+  make(at("explained"), "dt", {}, title);
+  make(at("explained"), "dd", {}, text);
+}
 for (const note of found.notes) make(at("notes"), "li", {}, note);
 
 const HEADINGS = {
