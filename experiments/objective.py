@@ -34,7 +34,7 @@ from quell.analysis.objective import OBJECTIVES, Measured
 SHOWN = ("loss", "training", "rmse")
 PEERS = {"BandMF, cyclic Poisson": ("BandMF", "cyclic_poisson"), "DP-SGD, Poisson": ("DP-SGD", "poisson")}
 EXPONENTS, SIGNALS = (0.75, 1.0, 1.25, 1.5), (1.0, 0.3, 0.1)  # what may be fitted; `loss` has 1 and 1
-BOOTSTRAPS = 500
+BOOTSTRAPS = 300
 LATER, SETTLED = "trained later", "2026-11-16T16:20"
 
 
@@ -73,7 +73,8 @@ class Trained:
 
     @property
     def batch_size(self) -> int:
-        examples = IMDB.examples if self.line["momentum"] == IMDB.momentum else CIFAR10.examples
+        task = IMDB if self.line["momentum"] == IMDB.momentum else CIFAR10
+        examples = task.examples if self.line["steps"] == task.runs["full"][0] else task.examples * 4 // 5
         return examples // int(self.line["separation"])
 
     @cached_property
@@ -117,6 +118,16 @@ def trained(file: str, keep: Callable[[Entry], bool] = lambda run: True) -> Iter
             yield Trained(plans[name]["label"], plans[name], tuple(run["accuracy"] for run in mine), mine[0]["rate"])
 
 
+def tuned(file: str) -> Iterator[Trained]:
+    """The mechanisms of a search for learning rates, with the one run of the best rate."""
+    plans, runs = read_json(PLANS / f"{file}.json"), defaultdict(list)
+    for run in read_json(RESULTS / f"{file}_tuning.json")["runs"]:
+        runs[run["plan"]].append(run)
+    for name, mine in runs.items():
+        best = max(mine, key=lambda run: run["accuracy"])
+        yield Trained(plans[name]["label"], plans[name], (best["accuracy"],), best["rate"])
+
+
 def known(run: Entry) -> bool:
     """Whether a run existed when the form of `loss` was settled."""
     return "probe" in run["made"] or run["made"]["time"] < SETTLED
@@ -130,6 +141,8 @@ def all_groups() -> dict[str, Group]:
             found[f"CIFAR-10, ε={each.line['epsilon']:g}"].append(each)
     for each in trained("epsilons", lambda run: not known(run)):
         found[f"CIFAR-10, ε={each.line['epsilon']:g}, {LATER}"].append(each)
+    for each in tuned("epsilons"):
+        found[f"CIFAR-10, ε={each.line['epsilon']:g}, one run on held-out images, {LATER}"].append(each)
     for each in trained("lambda_sweep"):
         word = "amplified" if each.line["sampling"] == "balls_in_bins" else "fixed batches"
         found[f"λ, {word}, ε={each.line['epsilon']:g}"].append(each)
@@ -138,15 +151,18 @@ def all_groups() -> dict[str, Group]:
     return {name: found[name] for name in sorted(found, key=lambda name: (not name.startswith("CIFAR"), name))}
 
 
-def spread(group: Group) -> float:
-    """The standard error of a mean accuracy in a group, from the runs of all its mechanisms."""
+def spread(group: Group) -> float | None:
+    """The standard error of a mean accuracy in a group, from the runs of all its mechanisms; None for single runs."""
+    if any(len(each.accuracies) < 2 for each in group):
+        return None
     variances = [statistics.variance(each.accuracies) for each in group]
     return math.sqrt(statistics.mean(variances) / statistics.mean(len(each.accuracies) for each in group))
 
 
 def ranked(scores: Sequence[float], accuracies: Sequence[float]) -> float:
-    found = float(spearmanr([-score for score in scores], accuracies).statistic)
-    return 0.0 if math.isnan(found) else found
+    if len(set(scores)) == 1 or len(set(accuracies)) == 1:
+        return 0.0
+    return float(spearmanr([-score for score in scores], accuracies).statistic)
 
 
 def judged(group: Group, scores: Sequence[float]) -> Entry:
@@ -248,7 +264,7 @@ def main() -> None:
     found = study()
     write_json(RESULTS / "objective.json", found)
     for name, group in found["groups"].items():
-        print(f"{name} ({group['mechanisms']} mechanisms, best {group['best']:.1f} ± {group['standard_error']:.1f})")
+        print(f"{name} ({group['mechanisms']} mechanisms, best {group['best']:.1f} ± {group['standard_error']})")
         for objective, j in group["objectives"].items():
             peers = ", ".join(f"{value:+.1f} against {peer}" for peer, value in j["against_peers"].items())
             print(

@@ -271,7 +271,8 @@ def objective_study(_: dict[str, Entry]) -> str:
         judged = [group["objectives"][objective] for objective in OBJECTIVES]
         first, size = judged[0], group["mechanisms"]
         rows.append([name, size, *(f"{j['correlation']:.2f} ± {j['error']:.2f}" for j in judged)])
-        best = f"{group['best']:.1f} ± {group['standard_error']:.1f}"
+        error = group["standard_error"]
+        best = f"{group['best']:.1f}" + ("" if error is None else f" ± {error:.1f}")
         regrets.append([name, best, *(f"{j['regret']:.1f}" for j in judged), first["recommended"]])
         against = [f"{value:+.1f} against {peer}" for peer, value in first["against_peers"].items()]
         peers += [f"{name}: {', '.join(against)}"] if against else []

@@ -584,3 +584,33 @@ def test_a_separation_that_the_epochs_leave_no_room_for_is_refused():
     """Poisson sampling was priced at 1/separation: at one epoch instead of two."""
     with pytest.raises(QuellError, match="too long for 2 epochs in 100 steps"):
         Run.from_steps(steps=100, epochs=2, separation=99, sampling="poisson", epsilon=2.0, delta=1e-5)
+
+
+def test_a_plan_for_averaged_weights_is_saved_and_verified(tmp_path):
+    known = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4, "delta": 1e-5, "momentum": 0.5}
+    plain, averaged = (quell.plan(**known, sampling="cyclic", ema=ema) for ema in (None, 0.8))
+    chosen = averaged.mechanism
+    lag = np.arange(40)[:, None] - np.arange(40)
+    average = 0.2 * np.tril(0.8 ** np.maximum(lag, 0).astype(float))
+    dense = average @ plain.run.workload.matrix() @ chosen.strategy.noising_matrix()
+    assert chosen.rmse == pytest.approx(np.linalg.norm(dense) / math.sqrt(40) * chosen.noise_multiplier, rel=1e-9)
+    same = averaged.prices.certify(plain.mechanism.strategy)  # planned without knowing of the average
+    assert same.noise_multiplier == plain.mechanism.noise_multiplier
+    assert chosen.score("loss") <= same.score("loss")
+    path = tmp_path / "plan.json"
+    averaged.save(path)
+    assert quell.Plan.load(path).run.optimizer.ema == 0.8
+    content = json.loads(path.read_text())
+    del content["run"]["optimizer"]["ema"]  # the errors stated are those of averaged weights
+    path.write_text(json.dumps(content))
+    assert {"rmse", "maxse", "loss"} <= {c.claim.split(": ")[-1] for c in quell.verify(path) if not c.holds}
+    plain.save(path)
+    assert "ema" not in json.loads(path.read_text())["run"]["optimizer"]
+
+
+def test_a_file_without_predicted_losses_is_still_a_plan(saved):
+    content = json.loads(saved.read_text())
+    for row in content["mechanisms"]:
+        del row["error"]["loss"]
+    saved.write_text(json.dumps(content))
+    assert all(check.holds for check in quell.verify(saved))

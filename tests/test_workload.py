@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quell import workload
+from quell import strategy, workload
 from quell.algebra import streaming
+from quell.analysis.bounds import nuclear_norm
+from quell.analysis.error import query_variances
 from quell.errors import QuellError
+from quell.participation import Participation
 from quell.run import Run
+from quell.strategy.optimised import decoder
 
 
 def run_sgd(gradients: np.ndarray, momentum: float, decay: float, rates: np.ndarray) -> np.ndarray:
@@ -117,3 +123,42 @@ def test_a_run_of_adam_is_one_of_momentum():
     run = Run.from_data(**data, optimizer="adamw", betas=(0.95, 0.99))
     assert run.optimizer == Run.from_data(**data, momentum=0.95, adaptive=True).optimizer
     assert run.changed(epochs=2).optimizer == run.optimizer
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+@pytest.mark.parametrize("named", [None, "cosine"])
+def test_averaged_weights_are_the_average_of_the_weights(momentum, named):
+    """e_t = ρ·e_{t−1} + (1−ρ)·θ_t, step by step, for every unit gradient."""
+    n, rho = 40, 0.9
+    rates = None if named is None else workload.schedule(named, n)
+    plain, averaged = (workload.sgd(n, momentum, 0.99, rates, ema) for ema in (None, rho))
+    dense = np.zeros((n, n))
+    for t, weights in enumerate(plain.matrix()):
+        dense[t] = rho * (dense[t - 1] if t else 0.0) + (1 - rho) * weights
+    np.testing.assert_allclose(averaged.matrix(), dense, rtol=1e-12, atol=1e-15)
+    inverse = sum(np.diag(averaged.inverse_bands[d:, d], -d) for d in range(4))
+    np.testing.assert_allclose(inverse @ dense, np.eye(n), atol=1e-10)
+    if rates is None:
+        np.testing.assert_allclose(averaged.coefficients, dense[:, 0], rtol=1e-12)
+    for name, parameters in (("identity", {}), ("bisr", {"bands": 4}), ("band_toeplitz", {"bands": 3}), ("tree", {})):
+        chosen = strategy.build(name, averaged, Participation(n, 10), None, **parameters)
+        by_hand = np.sum(np.square(dense @ chosen.noising_matrix()), axis=1)
+        np.testing.assert_allclose(query_variances(chosen, averaged), by_hand, rtol=1e-8)
+    assert nuclear_norm(averaged) == pytest.approx(np.linalg.svd(dense, compute_uv=False).sum(), rel=1e-9)
+
+
+@pytest.mark.parametrize("ema", [0.0, 1.0, 0.99, -0.5, math.nan])
+def test_an_average_that_is_none_is_refused(ema):
+    with pytest.raises(QuellError, match="ema"):
+        workload.sgd(10, weight_decay=0.99, ema=ema)
+
+
+def test_losses_of_averaged_weights_are_summed_in_closed_form_beyond_a_horizon():
+    n, theta = 9000, np.array([1.0, -0.5, -0.1, -0.05])
+    averaged = workload.sgd(n, 0.9, 0.9999, ema=0.98)
+    task = decoder(averaged, 4, last_only=False)
+    assert task.length < n
+    loss, _, settled = task.of_product(theta)
+    filtered = np.convolve(averaged.coefficients, theta)[:n]
+    assert settled
+    assert loss == pytest.approx(np.sum((n - np.arange(n)) * filtered**2), rel=1e-8)

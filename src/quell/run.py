@@ -41,16 +41,18 @@ class Optimizer:
 
     `weight_decay` is the factor α that multiplies the weights at every step (1: none; 1 − lr·w for an optimizer's
     weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one positive number per step
-    (only ratios matter). `adaptive` says whether it rescales gradients, as Adam does.
+    (only ratios matter). `adaptive` says whether it rescales gradients, as Adam does. `ema` is the share of the past in
+    an average of the weights that is used in their place, such as 0.98; None where the weights themselves are used.
     """
 
     momentum: float = 0.0
     weight_decay: float = 1.0
     learning_rates: str | Sequence[float] | None = None
     adaptive: bool = False
+    ema: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("momentum", "weight_decay"):
+        for name in ("momentum", "weight_decay", *(["ema"] if self.ema is not None else [])):
             object.__setattr__(self, name, require_finite(name, getattr(self, name)))
         if 0 <= self.weight_decay < DECAY_RATE:
             raise QuellError(
@@ -71,7 +73,7 @@ class Optimizer:
         """The workload A of so many steps."""
         given = self.learning_rates
         rates = workload.schedule(given, steps) if isinstance(given, str) else given
-        return workload.sgd(steps, self.momentum, self.weight_decay, rates)
+        return workload.sgd(steps, self.momentum, self.weight_decay, rates, self.ema)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Run:
         sampling: str = "best",
         objective: str = DEFAULT,
         adaptive: bool = False,
+        ema: float | None = None,
         time_limit: TimeLimit | None = None,
         separation: int | None = None,
         participations: int | None = None,
@@ -152,7 +155,7 @@ class Run:
             groups: The same where examples have several users: how many groups of users `quell.schemes.users.shared`
                 finds. The promise is per user, if who owns which example is public (docs/users.md).
             epsilon, delta: The promise. Default of delta: `usual_delta`.
-            momentum, weight_decay, learning_rates, adaptive: The optimizer (see `Optimizer`).
+            momentum, weight_decay, learning_rates, adaptive, ema: The optimizer (see `Optimizer`).
             memory, draws, time_limit: What noise may cost (see `Limits`).
             sampling: The schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
             objective: What a plan minimises: "loss" (predicted training error), "rmse", "maxse" or "training"
@@ -190,7 +193,7 @@ class Run:
             pattern,
             epochs,
             Promise(epsilon, usual_delta(count) if delta is None else delta, unit),
-            Optimizer(momentum, weight_decay, learning_rates, adaptive),
+            Optimizer(momentum, weight_decay, learning_rates, adaptive, ema),
             allowed,
             objective,
             Limits(memory, draws, time_limit),
@@ -279,6 +282,8 @@ class Run:
         promise, optimizer = asdict(self.promise), {name: asked.pop(name) for name in vars(self.optimizer)}
         if isinstance(optimizer["learning_rates"], tuple):
             optimizer["learning_rates"] = list(optimizer["learning_rates"])
+        if optimizer["ema"] is None:  # as in files of Quells that did not know it
+            del optimizer["ema"]
         limits = {} if self.examples is None else {"limits": asdict(self.limits)}
         for name in ("epsilon", "delta", *vars(self.limits)):
             asked.pop(name, None)

@@ -8,7 +8,7 @@ not known exactly it is bounded from below, so the result stays a lower bound.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import linalg
@@ -77,19 +77,20 @@ def nuclear_norm(workload: Workload) -> float:
 def _toeplitz_nuclear_norm(workload: Workload) -> float:
     """Lower bound in O(n log n).
 
-    For SGD, A⁻¹ = T(g) with three coefficients, and T(g)T(g)ᵀ = T(|g|²) − HHᵀ (H a Hankel corner), so its
-    eigenvalues are at most those of T(|g|²), which is a principal submatrix of a circulant of size n + 2: by
-    interlacing they are at most the n largest values of |g|² at the roots of unity. Singular values of A are
-    the inverse roots. Those at the top, where interlacing drops two values, are replaced by Ritz values, which
-    are never above the true ones.
+    For SGD, A⁻¹ = T(g) with m + 1 coefficients (m = 2, or 3 for averaged weights), and T(g)T(g)ᵀ = T(|g|²) − HHᵀ (H a
+    Hankel corner), so its eigenvalues are at most those of T(|g|²), which is a principal submatrix of a circulant of
+    size n + m: by interlacing they are at most the n largest values of |g|² at the roots of unity. Singular values of A
+    are the inverse roots. Those at the top, where interlacing drops m values, are replaced by Ritz values, which are
+    never above the true ones.
     """
     n = workload.steps
     ritz = _ritz_values(workload)
     if workload.inverse_series is None:
         # |a_0| is the geometric mean of the singular values, which is at most their arithmetic mean.
         return max(n * abs(float(workload.coefficients[0])), float(ritz.sum()))
-    symbol = np.sort(np.abs(np.fft.fft(workload.inverse_series, n + 2)))
-    singular = 1.0 / symbol[2:]
+    more = len(workload.inverse_series) - 1
+    symbol = np.sort(np.abs(np.fft.fft(workload.inverse_series, n + more)))
+    singular = 1.0 / symbol[more:]
     singular[: len(ritz)] = np.maximum(singular[: len(ritz)], ritz)
     return float(singular.sum())
 
@@ -111,6 +112,6 @@ def _block_nuclear_norm(workload: Workload) -> float:
     for start in range(0, workload.steps, size):
         rates = None if workload.rates is None else workload.rates[start : start + size]
         length = min(size, workload.steps - start)
-        block = Workload(length, workload.decay, workload.momentum, rates)
+        block = replace(workload, steps=length, rates=rates)
         blocks += float(np.sum(linalg.svdvals(block.matrix())))
     return blocks

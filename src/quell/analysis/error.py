@@ -69,7 +69,7 @@ def noise_variances(strategy: Strategy) -> Array:
 
 def _exact_variances(strategy: Strategy, workload: Workload) -> Array:
     if isinstance(strategy, TreeStrategy):
-        if workload.given is None and workload.rates is None and workload.momentum == 0:
+        if workload.given is None and workload.rates is None and workload.momentum == 0 and workload.ema == 0:
             return _tree_variances(strategy, workload.decay)
         return _dense_variances(strategy, workload)
     if isinstance(strategy, BandedStrategy):

@@ -82,6 +82,8 @@ _DECAY = "Factor on the weights each step: 1 - lr * weight_decay. 1 means no dec
 WeightDecay = Annotated[float, optimizer(_DECAY, **NUMBER)]
 Schedule = Annotated[str | None, optimizer("Learning-rate schedule: cosine or linear. Default: constant.")]
 Adaptive = Annotated[bool, optimizer("The optimizer rescales gradients, as Adam does.", "--adaptive")]
+_EMA = "Plan for averaged weights, with this share of the past: 0.98. Default: the weights themselves."
+Ema = Annotated[float | None, optimizer(_EMA, **NUMBER)]
 _MEMORY = "Memory for noise: a number of model copies, a size such as 8GB (with --parameters), or unlimited."
 Memory = Annotated[str, limit(_MEMORY, "--memory", "--max-memory")]
 Draws = Annotated[int, limit("Most noise vectors that may be generated per step.", **COUNT)]
@@ -113,6 +115,7 @@ def run_options(
     weight_decay: WeightDecay = 1.0,
     schedule: Schedule = None,
     adaptive: Adaptive = False,
+    ema: Ema = None,
     users: Annotated[str | None, user(_USERS)] = None,
     user_column: Annotated[str | None, user(_COLUMN)] = None,
     separation: Annotated[int | None, user(_SEPARATION, **COUNT)] = None,
@@ -182,7 +185,7 @@ def flag(name: str) -> str:
 def run_of(command: str, given: Given) -> Run:
     """The run of `run_options` and `mechanism_options`, given by its data or by its steps."""
     needed = ("mechanism", "epochs", "epsilon")
-    trained = {name: given[name] for name in ("momentum", "weight_decay", "adaptive")}
+    trained = {name: given[name] for name in ("momentum", "weight_decay", "adaptive", "ema")}
     trained["learning_rates"] = given["schedule"]
     if given["steps"] is None:
         require(command, {name: given[name] for name in needed} | data_needed(given))
@@ -211,7 +214,7 @@ def _promise(given: Given, *more: str) -> Given:
 def data_of(given: Given) -> Given:
     """The arguments of `Run.from_data` that were given, except for how many examples or users there are."""
     run = ("batch_size", "epochs", "epsilon", "delta", "sampling", "separation", "participations")
-    rest = ("momentum", "weight_decay", "adaptive", "draws", "objective")
+    rest = ("momentum", "weight_decay", "adaptive", "ema", "draws", "objective")
     found = {name: given[name] for name in (*run, *rest) if given.get(name) is not None}
     return found | {"learning_rates": given["schedule"], "memory": memory_of(given["memory"], given["parameters"])}
 

@@ -63,6 +63,7 @@ def facts(plan: Plan) -> dict[str, dict[str, Fact]]:
             "weight_decay": run.optimizer.weight_decay,
             "learning_rates": rates if rates is None or isinstance(rates, str) else f"a list of {len(rates):,}",
             "adaptive": run.optimizer.adaptive,
+            "ema": run.optimizer.ema,
         },
         "promise": {
             "epsilon": chosen.guarantee.epsilon,

@@ -36,7 +36,7 @@ MOST_BYTES = 1 << 27  # plans have a few megabytes at most
 _TOLERANCE = 1e-9
 _ESTIMATED = 0.02  # of the yardstick in files of version 2, if batches are random: it was estimated in another way
 _DENSE = 512
-_LATER = {"loss"}  # claims that files of older Quells do not make
+_LATER = {"loss", "ema"}  # what files of older Quells do not say
 _LONG = 200  # characters of a file's own words that are shown
 _PARTS = {"format", "version", "run", "yardsticks", "recommended", "mechanisms"}
 _RUN = {"batch_size", "epochs", "sampling", "objective", "promise", "optimizer", "limits"}
@@ -194,7 +194,7 @@ def _misshapen(content: dict[str, Any]) -> str | None:
     if not isinstance(run, dict) or all(set(run) != _RUN | data for data in _DATA):
         return "its run does not have the parts of a run"
     for name, value in run.items():
-        if name in _GROUPS and (not isinstance(value, dict) or set(value) != _GROUPS[name]):
+        if name in _GROUPS and (not isinstance(value, dict) or set(value) - _LATER != _GROUPS[name]):
             return f"run.{name}={short(value)} does not have the parts that a run has there"
         for key, inner in value.items() if name in _GROUPS else ((name, value),):
             listed = key == "learning_rates" and are_numbers(inner)

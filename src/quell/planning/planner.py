@@ -196,7 +196,7 @@ def plan(*, mechanism: str | None = None, progress: Progress | bool | None = Non
         mechanism: A mechanism as tables show it, such as "blt d=2": nothing is searched, and the plan is of this one.
         progress: True for a progress bar, in a terminal or a notebook; or what is called with (done, total, what).
         arguments: The run, as `quell.Run.from_data` takes it: `examples`, `batch_size`, `epochs`, `epsilon` and
-            `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `optimizer`, `betas`,
+            `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `ema`, `optimizer`, `betas`,
             `memory`, `draws`, `time_limit`, `sampling`, `objective`, `separation` and `participations`.
 
     Returns:

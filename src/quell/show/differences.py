@@ -19,6 +19,7 @@ _NAMES = {
     "weight_decay": "factor on the weights",
     "learning_rates": "learning rates",
     "adaptive": "adaptive optimizer",
+    "ema": "average of the weights",
     "epsilon": "ε",
     "delta": "δ",
     "unit": "protects each",

@@ -190,6 +190,8 @@ def describe_run(run: Run) -> str:
         if run.own_pattern
         else ""
     )
+    ema = run.optimizer.ema
+    uses += "" if ema is None else f" Errors are those of averaged weights (ema {ema:g})."
     return (
         f"{data}{counted(run.epochs, 'epoch')}: {counted(run.steps, 'step')}.{uses} "
         f"Target: {level(run.epsilon, run.delta)} per {whom(run.drawn, run.promise.unit)}."

@@ -48,7 +48,8 @@ def blt(
         from quell.algebra.blt_optimise import choose_buffers, optimise_blt
 
         kind = cast(Literal["rmse", "maxse"], objective)
-        poles = (workload.decay, workload.momentum) if workload.momentum else (workload.decay,)
+        second = max(workload.momentum, workload.ema)  # of three poles the two slowest: the search takes no more
+        poles = (workload.decay, second) if second else (workload.decay,)
         k, b = participation.count, participation.separation
         if buffers is None:
             chosen = choose_buffers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -106,6 +107,7 @@ def fingerprint(workload: Workload) -> dict[str, Any]:
         "momentum": workload.momentum,
         "rates": None if workload.rates is None else cache.digest(workload.rates),
         "given": None if workload.given is None else cache.digest(workload.given),
+        **({"ema": workload.ema} if workload.ema else {}),
     }
 
 
@@ -125,12 +127,13 @@ def decoder(workload: Workload, bands: int, *, last_only: bool) -> Decoder:
 
     if workload.inverse_series is None:
         return Decoder(workload.steps, workload.coefficients, np.ones(1), last_only)
+    averaged = (1.0 - workload.ema) * workload.decay / (workload.decay - workload.ema)  # of the slowest exponential
     return Decoder(
         workload.steps,
         np.ones(1),
         workload.inverse_series,
         last_only,
-        horizon=40 * bands + 400,
+        horizon=40 * bands + 400 + math.ceil(40 * workload.ema / (1.0 - workload.ema)),
         rate=workload.decay,
-        residue=workload.decay / (workload.decay - workload.momentum),
+        residue=workload.decay / (workload.decay - workload.momentum) * averaged,
     )

@@ -43,7 +43,8 @@ def bisr(workload: Workload, _: Participation, bands: int) -> ToeplitzStrategy:
 def roots(workload: Workload, n: int) -> tuple[Array, Array]:
     """The first n coefficients of A^{1/2} and A^{-1/2}, from whichever of A and 1/A is short."""
     if workload.inverse_series is not None:
-        return series.power(workload.inverse_series, -0.5, n), series.power(workload.inverse_series, 0.5, n)
+        monic = workload.inverse_series / workload.inverse_series[0]  # a factor on C changes nothing
+        return series.power(monic, -0.5, n), series.power(monic, 0.5, n)
     return series.power(workload.coefficients, 0.5, n), series.power(workload.coefficients, -0.5, n)
 
 

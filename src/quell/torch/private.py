@@ -125,6 +125,7 @@ def make_private(
             well an attacker finds them (docs/auditing.md). They do not touch the promise.
         ema: Average the weights after each step, with this share of the past, such as 0.98. Inside `with
             optimizer.averaged():` the model has the averaged weights. They cost no privacy, and a copy of the model.
+            Default: the plan's own, if it was made with `ema=`.
         scale_gradients: For Adam and AdamW: scale gradients before they are clipped by the second moments that the
             optimizer has of the released ones, so that the noise is as large as what it is divided by.
         correct_moments: For AdamW where gradients are not scaled: subtract the variance of the noise from the second
@@ -164,6 +165,7 @@ def make_private(
             refuse_wrong_arguments(each, data, plan, noise_memory)
         optimizer = JoinedOptimizer(optimizer)
     refuse_wrong_arguments(optimizer, data, plan, noise_memory)
+    ema = plan.run.optimizer.ema if ema is None else ema
     if not isinstance(model, nn.Module):
         raise QuellError(f"model is a {type(model).__name__}: pass the torch.nn.Module to train")
     if isinstance(model, DistributedDataParallel):

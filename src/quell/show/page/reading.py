@@ -33,7 +33,7 @@ _TERMS = {
     "promise": "(ε, δ)-DP: differential privacy with the budget ε and the failure probability δ.",
 }
 _STRONG, _WEAK = 1.0, 10.0  # ε below and above which a promise is called strong and weak
-_USUAL: dict[str, Any] = {"momentum": 0.0, "weight_decay": 1.0, "learning_rates": None, "adaptive": False}
+_USUAL: dict[str, Any] = {"momentum": 0.0, "weight_decay": 1.0, "learning_rates": None, "adaptive": False, "ema": None}
 _USUAL |= {"sampling": "best", "objective": DEFAULT, "memory": 4.0, "draws": 16}
 _FLAGS = {"learning_rates": "schedule"}  # arguments of a run whose option has another name
 
