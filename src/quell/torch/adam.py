@@ -10,6 +10,10 @@ S is, and the mechanism's next query may depend on what was released. It needs n
 
 As S is to be r cᵀ (`engine/scales.py`), v is taken as the product of its row and column means, as Adafactor does. S is
 normalised so that the mean of 1/S² over all entries is 1: noise keeps its power and moves to where gradients are large.
+
+v is mostly noise, and S decides how large the noise of the next step is. So a mean of few squares, which chance has
+made small or large, would make itself smaller or larger. Every mean is drawn towards that of all as if it had been seen
+in a hundred squares more: in the first steps S is nearly 1.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ from torch.optim import Adam, AdamW, Optimizer
 from quell.errors import QuellError
 from quell.torch.engine.scales import Scale
 from quell.torch.joined import parts_of
+from quell.torch.moments import samples
 from quell.torch.sharding import is_sharded
 
 _LEAST = 1e-3  # of a mean: the least that a row, a column or a parameter counts as, so that no scale runs away
+_ASSUMED = 100  # squares at the mean of all, beside those that were seen
 
 
 class SecondMoments:
@@ -35,13 +41,14 @@ class SecondMoments:
 
     def __init__(self, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
         self._optimizer, self._params = optimizer, dict(params)
-        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for part in parts_of(optimizer):
             if not isinstance(part, (Adam, AdamW)):
                 raise QuellError(f"scale_gradients=True takes Adam or AdamW, not {type(part).__name__}: leave it out")
         if any(is_sharded(parameter) for parameter in self._params.values()):
             raise QuellError("scale_gradients=True needs whole parameters, and these are sharded: leave it out")
         self.scales = {name: _ones(parameter) for name, parameter in self._params.items()}
+        sizes = torch.tensor([float(p.numel()) for p in self._params.values()])
+        self._sizes = (sizes / sizes.sum()).to(next(iter(self._params.values())).device)  # shares of all entries
         self._update()
         for part in parts_of(optimizer):
             part.register_step_post_hook(self._update)
@@ -50,37 +57,40 @@ class SecondMoments:
     def _update(self, *_: Any) -> None:
         """Scales for the next step, from the second moments after this one; ones before the first."""
         with torch.no_grad():
-            moments = [self._moments(parameter) for parameter in self._params.values()]
-            if any(moment is None for moment in moments):
+            if all(self._optimizer.state.get(parameter) for parameter in self._params.values()):
+                groups = self._optimizer.param_groups
+                betas = {id(parameter): group["betas"][1] for group in groups for parameter in group["params"]}
+                self._set([self._moments(parameter, betas[id(parameter)]) for parameter in self._params.values()])
+            else:
                 for scale in self.scales.values():
                     scale.rows.fill_(1.0)
                     scale.columns.fill_(1.0)
-                return
-            self._set([moment for moment in moments if moment is not None])
 
-    def _set(self, moments: Sequence[Tensor]) -> None:
+    def _set(self, moments: Sequence[tuple[Tensor, Any]]) -> None:
         """Everything stays on the device: nobody waits for a number."""
         tiny = torch.finfo(torch.float32).tiny
-        levels = [moment.mean().clamp_min(tiny) for moment in moments]
-        sizes = [moment.numel() for moment in moments]
-        mean = torch.stack([level * (size / sum(sizes)) for level, size in zip(levels, sizes, strict=True)]).sum()
-        for scale, moment, level in zip(self.scales.values(), moments, levels, strict=True):
+        levels = [moment.mean().clamp_min(tiny) for moment, _ in moments]
+        mean = torch.stack(levels) @ self._sizes
+        wholes = torch.stack(
+            [_drawn_in(level / mean, seen * v.numel()) for level, (v, seen) in zip(levels, moments, strict=True)]
+        )
+        wholes = wholes / (wholes @ self._sizes)
+        for scale, (moment, seen), level, whole in zip(self.scales.values(), moments, levels, wholes, strict=True):
             rows, columns = (moment.mean(axis) / level for axis in (1, 0))
-            scale.rows.copy_((_floored(rows) * _floored(level / mean)).rsqrt())
-            scale.columns.copy_(_floored(columns).rsqrt())
+            scale.rows.copy_((_drawn_in(rows, seen * moment.shape[1]) * whole).rsqrt())
+            scale.columns.copy_(_drawn_in(columns, seen * moment.shape[0]).rsqrt())
 
-    def _moments(self, parameter: nn.Parameter) -> Tensor | None:
-        """(first dimension, the rest) v, corrected for its start at zero; None before the first step."""
-        state = self._optimizer.state.get(parameter)
-        if not state:
-            return None
-        started = 1 - self._groups[id(parameter)]["betas"][1] ** state["step"]
-        return state["exp_avg_sq"].float().reshape(_shape(parameter)) / started
+    def _moments(self, parameter: nn.Parameter, beta: Any) -> tuple[Tensor, Any]:
+        """(first dimension, the rest) v, corrected for its start at zero, and how many squares an entry has seen."""
+        state = self._optimizer.state[parameter]
+        moments = state["exp_avg_sq"].float().reshape(_shape(parameter))
+        return moments / (1 - beta ** state["step"]), samples(beta, state["step"])
 
 
-def _floored(shares: Tensor) -> Tensor:
-    """Shares of a mean, none of them far below it, with the mean that they had."""
-    return (shares + _LEAST) / (1 + _LEAST)
+def _drawn_in(shares: Tensor, squares: Any) -> Tensor:
+    """Shares of a mean, seen in so many squares each, drawn towards 1, with the mean that they had."""
+    weight = _LEAST + _ASSUMED / squares
+    return (shares + weight) / (1 + weight)
 
 
 def _ones(parameter: nn.Parameter) -> Scale:

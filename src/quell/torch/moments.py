@@ -57,7 +57,7 @@ class CorrectedMoments:
         for group in optimizer.param_groups:
             beta = float(group["betas"][1])
             noise = float(self._noise(beta)[step - 1]) if beta else 0.0
-            least = math.sqrt(2 / _samples(beta, step)) * noise
+            least = math.sqrt(2 / samples(beta, step)) * noise
             for parameter in group["params"]:
                 if beta and parameter.grad is not None and optimizer.state.get(parameter):  # which begins with a step
                     self._correct(parameter, optimizer.state[parameter]["exp_avg_sq"], beta, noise, least)
@@ -82,7 +82,7 @@ def _averages(variances: Array, beta: float) -> Array:
     return recursion(np.array([1.0, -beta]), (1 - beta) * variances)
 
 
-def _samples(beta: float, step: int) -> float:
+def samples(beta: float, step: Any) -> Any:
     """How many equal shares would make an average as steady as one whose shares fade by beta, after so many steps."""
     faded = beta**step
     return (1 - faded) * (1 + beta) / ((1 - beta) * (1 + faded))
