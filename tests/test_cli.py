@@ -111,7 +111,7 @@ def test_a_target_rmse_plans_for_the_rmse(monkeypatch):
     monkeypatch.setattr(plan, "plan_for_rmse", lambda run, target, progress: plan.make_plan(run))
     for more in ([], ["--objective", "rmse"]):
         assert json.loads(quell(*PLAN, "--target-rmse", "9", *more, "--json"))["run"]["objective"] == "rmse"
-    assert json.loads(quell(*PLAN, "--json"))["run"]["objective"] == "loss"
+    assert json.loads(quell(*PLAN, "--json"))["run"]["objective"] == "training"
 
 
 def test_compare_sweeps_divergences():

@@ -106,7 +106,7 @@ def scale(key, factor):
 
 @pytest.mark.parametrize(
     "key",
-    ["multiplier", "sensitivity", "rmse", "maxse", "training", "loss", "epsilon", "delta", "lower_bound", "dpsgd_rmse"],
+    ["multiplier", "sensitivity", "rmse", "maxse", "training", "epsilon", "delta", "lower_bound", "dpsgd_rmse"],
 )
 @pytest.mark.parametrize("factor", [0.999, 1.001])
 def test_any_false_number_is_found(saved, key, factor):
@@ -395,10 +395,10 @@ SLOW = pytest.mark.slow  # repeats of what a quick case holds
 def test_amplified_plans_need_less_noise_and_verify(sampling, tmp_path):
     small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4, "delta": 1e-5, "memory": 2, "draws": 2}
     plain, amplified = quell.plan(**small, sampling="cyclic"), quell.plan(**small, sampling=sampling)
-    assert amplified.mechanism.score("loss") < plain.prices.dpsgd.score("loss")
+    assert amplified.mechanism.score("training") < plain.prices.dpsgd.score("training")
     assert amplified.mechanism.certified
     by_name, best = (
-        {each.name: each.score("loss") for each in reversed(plan.alternatives) if plan.run.limits.fits(each)}
+        {each.name: each.score("training") for each in reversed(plan.alternatives) if plan.run.limits.fits(each)}
         for plan in (plain, amplified)
     )
     assert all(best[name] < by_name[name] * 1.02 for name in best)
@@ -596,21 +596,23 @@ def test_a_plan_for_averaged_weights_is_saved_and_verified(tmp_path):
     assert chosen.rmse == pytest.approx(np.linalg.norm(dense) / math.sqrt(40) * chosen.noise_multiplier, rel=1e-9)
     same = averaged.prices.certify(plain.mechanism.strategy)  # planned without knowing of the average
     assert same.noise_multiplier == plain.mechanism.noise_multiplier
-    assert chosen.score("loss") <= same.score("loss")
+    assert chosen.score("training") <= same.score("training")
     path = tmp_path / "plan.json"
     averaged.save(path)
     assert quell.Plan.load(path).run.optimizer.ema == 0.8
     content = json.loads(path.read_text())
     del content["run"]["optimizer"]["ema"]  # the errors stated are those of averaged weights
     path.write_text(json.dumps(content))
-    assert {"rmse", "maxse", "loss"} <= {c.claim.split(": ")[-1] for c in quell.verify(path) if not c.holds}
+    assert {"rmse", "maxse", "training"} <= {c.claim.split(": ")[-1] for c in quell.verify(path) if not c.holds}
     plain.save(path)
     assert "ema" not in json.loads(path.read_text())["run"]["optimizer"]
 
 
-def test_a_file_without_predicted_losses_is_still_a_plan(saved):
-    content = json.loads(saved.read_text())
-    for row in content["mechanisms"]:
-        del row["error"]["loss"]
-    saved.write_text(json.dumps(content))
-    assert all(check.holds for check in quell.verify(saved))
+def test_a_false_predicted_loss_is_found(tmp_path):
+    path = tmp_path / "plan.json"
+    quell.plan(**SETUP, objective="loss").save(path)
+    assert all(check.holds for check in quell.verify(path))
+    content = json.loads(path.read_text())
+    content["mechanisms"][0]["error"]["loss"] *= 1.001
+    path.write_text(json.dumps(content))
+    assert [check.claim.split(": ")[-1] for check in quell.verify(path) if not check.holds] == ["loss"]

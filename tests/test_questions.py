@@ -44,7 +44,7 @@ def test_errors_out_of_reach_are_refused(target):
 
 
 def test_a_target_rmse_refuses_another_objective():
-    with pytest.raises(QuellError, match="minimises the rmse, not the objective loss"):
+    with pytest.raises(QuellError, match="minimises the rmse, not the objective training"):
         questions.plan_for_rmse(Run.from_data(**SMALL), 2.0)
 
 

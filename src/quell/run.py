@@ -86,7 +86,7 @@ class Run:
         promise: (ε, δ), and for whom.
         optimizer: What the optimizer does with gradients.
         schemes: The ways of forming batches that the data pipeline can do; a plan takes the best.
-        objective: What a plan minimises: "loss" (predicted training error), "rmse", "maxse" or "training".
+        objective: What a plan minimises: "training" (predicted training error), "rmse", "maxse" or "loss".
         limits: What noise may cost in memory, draws and time.
         examples, batch_size: The data, counted in what batches are drawn of; None if the run was given by its steps.
         drawn: What batches are drawn of: "example", "user" where each user is one unit of a batch, or "group" where the
@@ -158,7 +158,7 @@ class Run:
             momentum, weight_decay, learning_rates, adaptive, ema: The optimizer (see `Optimizer`).
             memory, draws, time_limit: What noise may cost (see `Limits`).
             sampling: The schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
-            objective: What a plan minimises: "loss" (predicted training error), "rmse", "maxse" or "training"
+            objective: What a plan minimises: "training" (predicted training error), "rmse", "maxse" or "loss"
                 (docs/planner.md).
             separation, participations: For privacy per user with batches of examples: the fewest steps between two
                 batches with data of one user, and the most such batches. Your data pipeline has to make sure of both.

@@ -4,13 +4,16 @@
 with the least RMSE cancel more than training likes. The λCGD paper found the best λ two to four times smaller on the
 scale 1/(1−λ) (arXiv:2601.22334, §5.1).
 
+`training`, the default, is the RMSE on the optimizer's own workload with *forgetting*: what a step did fades over a
+ninth of the run, as it does in training, where later gradients correct for old noise; so it pays to cancel noise within
+that time and not beyond. For prefix sums λCGD's best memory 1/(1−λ) is √(horizon/2), so a ninth of the run means a
+third of the memory, the middle of the paper's two to four. Adaptive optimizers, for which the advice is fewer bands,
+get a sixteenth, a quarter of the memory. Where the optimizer has momentum or decay, the number is the geometric mean of
+that and the RMSE on plain prefix sums, averaged if the weights are.
+
 `loss` predicts what training leaves of a loss (`quell.analysis.landscape`), told as a noise multiplier: that of
 independent noise, DP-SGD's, which would leave as much. So it is on the scale of the noise, as the other objectives are.
-
-`training` was the default before `loss`. Plan files may name it. It is the RMSE on the optimizer's own workload with
-*forgetting*: what a step did fades over a ninth of the run (a sixteenth for adaptive optimizers), so it pays to cancel
-noise within that time and not beyond. Where the optimizer has momentum or decay, the number is the geometric mean of
-that and the RMSE on plain prefix sums.
+It ranks most of the runs that it was made on better than `training`, and did no better on later ones (docs/results.md).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from functools import cached_property
 from quell.analysis.error import Error, error
 from quell.analysis.landscape import Landscape, Noise
 from quell.strategy import Strategy
-from quell.workload import Workload, forgetting, prefix
+from quell.workload import Workload, forgetting, sgd
 
 FORGETTING, ADAPTIVE_FORGETTING = 1 / 9, 1 / 16  # of the run: how long a step's noise matters
 
@@ -81,12 +84,11 @@ class Objective:
 
 
 OBJECTIVES = {
-    "loss": Objective(
+    "training": Objective(
         "predicted training error",
         "train",
-        ("predicted training error", "predicted training error, as the σ with which DP-SGD would train equally well"),
-        lambda measured, sigma: measured.noise.equivalent(sigma),
-        predicts_loss=True,
+        ("predicted training error", "predicted training error, an RMSE in which the effect of a step fades"),
+        lambda measured, sigma: measured.training * sigma,
     ),
     "rmse": Objective(
         "RMSE",
@@ -100,17 +102,15 @@ OBJECTIVES = {
         ("worst-step error", "the same as RMSE at the worst step"),
         lambda measured, sigma: measured.error.maxse * sigma,
     ),
-    "training": Objective(
-        "RMSE with forgetting",
-        "fading",
-        (
-            "error that fades",
-            "an RMSE in which the effect of a step fades, minimised by older plans",
-        ),
-        lambda measured, sigma: measured.training * sigma,
+    "loss": Objective(
+        "predicted loss as DP-SGD's σ",
+        "as σ",
+        ("σ of an equal DP-SGD", "the σ with which DP-SGD is predicted to train equally well"),
+        lambda measured, sigma: measured.noise.equivalent(sigma),
+        predicts_loss=True,
     ),
 }
-DEFAULT = "loss"
+DEFAULT = "training"
 
 
 def training_error(strategy: Strategy, workload: Workload, adaptive: bool = False) -> float:
@@ -127,4 +127,4 @@ def training_error(strategy: Strategy, workload: Workload, adaptive: bool = Fals
     own = error(strategy, forgetting(workload, horizon)).rmse
     if workload.is_prefix:
         return own
-    return math.sqrt(own * error(strategy, prefix(workload.steps)).rmse)
+    return math.sqrt(own * error(strategy, sgd(workload.steps, ema=workload.ema or None)).rmse)

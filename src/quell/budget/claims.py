@@ -38,7 +38,7 @@ def run_claim(prices: Prices, mechanism: Mechanism) -> Claim:
         certify(mechanism.strategy, scheme, mechanism.noise_multiplier, guarantee.epsilon, guarantee.delta)
     if (guarantee.epsilon, guarantee.delta) != (planned.epsilon, planned.delta):  # a mechanism of another plan
         planned = planned.changed(epsilon=guarantee.epsilon, delta=guarantee.delta)
-    content = plan_of(planned.as_dict(), mechanism.as_dict())
+    content = plan_of(planned.as_dict(), mechanism.as_dict(planned.objective))
     return Claim(planned.promise.unit, guarantee.epsilon, guarantee.delta, _profile(prices, mechanism), content)
 
 
@@ -51,7 +51,7 @@ def search_claim(trials: Trials | int, kinds: Sequence[Kind], delta: float) -> C
         delta: The δ of the search.
     """
     profiles = [_profile(prices, mechanism) for prices, mechanism in kinds]
-    plans = [plan_of(prices.run.as_dict(), mechanism.as_dict()) for prices, mechanism in kinds]
+    plans = [plan_of(prices.run.as_dict(), mechanism.as_dict(prices.run.objective)) for prices, mechanism in kinds]
     profile: Profile
     if isinstance(trials, Trials):
         epsilon, profile = selected_epsilon(profiles, trials, delta), selected(profiles, trials, delta)

@@ -76,8 +76,8 @@ def facts(plan: Plan) -> dict[str, dict[str, Fact]]:
         "error": {
             "rmse": chosen.rmse,
             "maxse": chosen.maxse,
-            "training": chosen.score("loss"),
-            "loss": chosen.across_runs("loss", 1.0),
+            "training": chosen.score("training"),
+            "training_per_example": chosen.across_runs("training", run.epochs * (run.examples or 1)),
         },
         "memory": {"buffers": chosen.buffers},
         "cost": {"draws": chosen.draws},

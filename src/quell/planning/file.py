@@ -36,7 +36,7 @@ MOST_BYTES = 1 << 27  # plans have a few megabytes at most
 _TOLERANCE = 1e-9
 _ESTIMATED = 0.02  # of the yardstick in files of version 2, if batches are random: it was estimated in another way
 _DENSE = 512
-_LATER = {"loss", "ema"}  # what files of older Quells do not say
+_OPTIONAL = {"ema"}  # where the plan is for averaged weights
 _LONG = 200  # characters of a file's own words that are shown
 _PARTS = {"format", "version", "run", "yardsticks", "recommended", "mechanisms"}
 _RUN = {"batch_size", "epochs", "sampling", "objective", "promise", "optimizer", "limits"}
@@ -129,7 +129,7 @@ def checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     for row, claims in zip(rows, stated, strict=True):
         try:
             mechanism = _rebuild(prices, row)
-            fresh = version2.row(prices, mechanism) if old else mechanism.as_dict()
+            fresh = version2.row(prices, mechanism) if old else mechanism.as_dict(prices.run.objective)
             checks += _compared(repr(mechanism.strategy), claims, fresh, about)
             checks += _second_opinions(prices, mechanism)
             mechanisms.append(mechanism)
@@ -194,7 +194,7 @@ def _misshapen(content: dict[str, Any]) -> str | None:
     if not isinstance(run, dict) or all(set(run) != _RUN | data for data in _DATA):
         return "its run does not have the parts of a run"
     for name, value in run.items():
-        if name in _GROUPS and (not isinstance(value, dict) or set(value) - _LATER != _GROUPS[name]):
+        if name in _GROUPS and (not isinstance(value, dict) or set(value) - _OPTIONAL != _GROUPS[name]):
             return f"run.{name}={short(value)} does not have the parts that a run has there"
         for key, inner in value.items() if name in _GROUPS else ((name, value),):
             listed = key == "learning_rates" and are_numbers(inner)
@@ -255,8 +255,6 @@ def _compared(label: str, stated: dict[str, Any], fresh: dict[str, Any], about: 
     `about` names estimates, with how far they may be off.
     """
     for key, expected in fresh.items():
-        if key in _LATER and key not in stated:
-            continue
         if key not in stated:
             yield Check(f"{label}: {key}", "missing", _shown(expected), False)
         elif isinstance(expected, dict) and isinstance(stated[key], dict):

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from quell.analysis.error import Error
-from quell.analysis.objective import OBJECTIVES, Measured
+from quell.analysis.objective import DEFAULT, OBJECTIVES, Measured
 from quell.errors import QuellError, at_least
 from quell.privacy import Estimate, Guarantee
 from quell.schemes import SCHEMES, Scheme
@@ -113,8 +113,8 @@ class Mechanism:
         """Noise vectors generated per step."""
         return self.strategy.recurrence.draws
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data: a row of `--json` and of plan files (documented in docs/json.md)."""
+    def as_dict(self, objective: str = DEFAULT) -> dict[str, Any]:
+        """Plain data: a row of `--json` and of plan files (docs/json.md), with the score that the plan minimises."""
         guarantee, solution = self.guarantee, self.strategy.solution
         moved = guarantee.sensitivity
         return {
@@ -122,7 +122,7 @@ class Mechanism:
             "parameters": dict(self.strategy.parameters),
             **({} if solution is None or solution.size > MOST_NUMBERS else {"solution": solution.tolist()}),
             "noise": {"multiplier": self.noise_multiplier, "buffers": self.buffers, "draws": self.draws},
-            "error": {objective: self.score(objective) for objective in OBJECTIVES},
+            "error": {name: self.score(name) for name in dict.fromkeys(("rmse", "maxse", "training", objective))},
             "guarantee": {
                 "sampling": guarantee.sampling,
                 "adjacency": guarantee.adjacency,

@@ -135,7 +135,7 @@ class Prices:
         return {
             "run": self.run.as_dict(),
             "yardsticks": self.yardsticks,
-            "mechanisms": [mechanism.as_dict() for mechanism in mechanisms],
+            "mechanisms": [mechanism.as_dict(self.run.objective) for mechanism in mechanisms],
         }
 
     def _about(self, strategy: Strategy, kind: type[Scheme]) -> float:
@@ -151,7 +151,8 @@ class Prices:
     def _measured(self, strategy: Strategy) -> Measured:
         if strategy not in self._known:
             found = Measured(strategy, self._landscape, self.run.optimizer.adaptive)
-            assert found.error  # which refuses strategies whose error cannot be computed
+            for objective in {"rmse", self.run.objective}:  # a strategy whose error cannot be computed is refused here
+                OBJECTIVES[objective].score(found, 1.0)
             self._known[strategy] = found
         return self._known[strategy]
 

@@ -27,7 +27,7 @@ _NAMES = {
     "rmse": "RMSE",
     "maxse": "MaxSE",
     "training": "predicted training error",
-    "loss": "predicted loss",
+    "training_per_example": "predicted training error per example seen",
     "buffers": "model copies kept",
     "draws": "noise vectors per step",
 }
@@ -56,11 +56,11 @@ def sentences(found: Sequence[Difference]) -> list[str]:
             each = by_name[name]
             lines.append(text.format(first=each.first, second=each.second))
     another_run = any(each.part == "run" for each in found)
-    errors = ("loss",) if another_run else ("rmse", "training")
+    errors = ("training_per_example",) if another_run else ("rmse", "training")
     told = [_error(by_name[name]) for name in errors if name in by_name]
     lines.append(f"B leaves {' and '.join(told)}." if told else "They leave equally much error.")
     if another_run:
-        lines.append("The runs differ, so they are compared by the loss that training is predicted to leave.")
+        lines.append("The runs differ, so errors are compared per example seen: noise relative to progress.")
     for name, thing in (("buffers", "model copy"), ("draws", "noise vector")):
         if name in by_name:
             verb, when = ("keeps", "") if name == "buffers" else ("makes", " per step")

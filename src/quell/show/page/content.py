@@ -72,6 +72,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
     estimated = not mechanism.certified
     about = "~" if estimated or answers.dpsgd_is_estimated else ""
     noise = words.noise(mechanism.noise_multiplier)
+    shown = dict.fromkeys(("training", "rmse", "maxse", plan.run.objective))
     return {
         "label": words.label(mechanism),
         "family": mechanism.name,
@@ -84,7 +85,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
         "fits": plan.run.limits.fits(mechanism),
         "cells": {
             "σ": words.noise(mechanism.noise_multiplier, estimated),
-            **{each.column: words.amount(mechanism.score(name)) for name, each in OBJECTIVES.items()},
+            **{OBJECTIVES[name].column: words.amount(mechanism.score(name)) for name in shown},
             "gain": f"{about}{words.times(answers.dpsgd.rmse / mechanism.rmse)}×",
             "mem": f"{mechanism.buffers:,}",
             "draws": f"{mechanism.draws:,}",
@@ -92,7 +93,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
             "noise is": "certified ✓" if mechanism.certified else "estimated",
         },
         "cost": f"{words.copies(mechanism.buffers)}, {words.counted(mechanism.draws, 'noise vector')} per step",
-        "scores": {objective: mechanism.score(objective) for objective in OBJECTIVES},
+        "scores": {name: mechanism.score(name) for name in shown},
         "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
         "command": command(plan.run, mechanism),
         "planned": {"sigma": float(noise), "epsilon": float(at_least(mechanism.claim.epsilon, 4))},

@@ -3,7 +3,7 @@
 
 const pins = { A: null, B: null };
 const FACTS = ["batches", "σ", "train", "RMSE", "MaxSE", "gain", "mem", "draws", "noise is"];
-const COMPARED = { train: "loss", RMSE: "rmse", MaxSE: "maxse" };
+const COMPARED = { train: "training", RMSE: "rmse", MaxSE: "maxse" };
 
 function showActions(plan, row) {
   const focused = document.activeElement?.dataset.action;

@@ -81,7 +81,7 @@ function showScale(scale) {
   for (const word of scale.words) make(row, "span", {}, word);
 }
 
-const ORDER = { loss: "train", rmse: "RMSE", maxse: "MaxSE", training: "fading" };
+const ORDER = { training: "train", rmse: "RMSE", maxse: "MaxSE", loss: "as σ" };
 const MINOR = ["σ", "MaxSE", "draws", "batches", "noise is"]; // columns that a phone leaves to the chosen row's details
 
 function columnsOf(plan) {
@@ -116,7 +116,7 @@ function showTable(plan) {
   });
 }
 
-const isMinor = (plan, column) => MINOR.includes(column) || (column === "RMSE" && plan.sorted_by !== "rmse") || (column === "train" && plan.sorted_by !== "loss");
+const isMinor = (plan, column) => MINOR.includes(column) || (column === "RMSE" && plan.sorted_by !== "rmse") || (column === "train" && plan.sorted_by !== "training");
 const radioOf = key => [...element("mechanisms").querySelectorAll("input")].find(radio => keyOf(shown.mechanisms[radio.value]) === key)
   ?? element("mechanisms").querySelector("input:checked");
 
