@@ -106,6 +106,24 @@ def test_collators_as_they_are_and_a_loss_that_fits_the_task(name, tmp_path, tok
     torch.testing.assert_close(weights(trainer), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:the plan's noise is shaped for SGD")
+def test_options_of_make_private_that_are_recipes(tmp_path, tokenizer):
+    """AdamW with scaled and normalised gradients, a tied embedding among them, and averaged weights to evaluate."""
+    private = {"max_grad_norm": "automatic", "ema": 0.5, "scale_gradients": True}
+    options = {"max_steps": 3, "optim": "adamw_torch"}
+    trainer = trainer_of(
+        "GPT-2", tmp_path, small_plan(), tokenizer, options, private, eval_dataset=Sentences("GPT-2", 8)
+    )
+    trainer.train()
+    assert trainer.optimizer.max_grad_norm == 1.0
+    assert float(trainer.optimizer._engine.scales["transformer.wte.weight"].rows.std()) > 0
+    last, plain = weights(trainer), trainer.evaluate()["eval_loss"]
+    with trainer.optimizer.averaged():
+        assert trainer.evaluate()["eval_loss"] != plain
+        assert not torch.equal(weights(trainer), last)
+    assert torch.equal(weights(trainer), last)
+
+
 TASKS = [
     ("BertForSequenceClassification", {"num_labels": 1}, {"labels": torch.randn(3)}),
     (
