@@ -139,6 +139,7 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
         ["band_inv", "--bands", "2", "--divergence", "3"],
     ]
     priced = [printed("price", *arguments, *RUN) for arguments in prices]
+    averaged = printed("price", "identity", *RUN, "--ema", "0.9")
     path = tmp_path / "plan.json"
     planned = printed(*PLAN, "--save", str(path))
     quell(*PLAN, "--mechanism", "bisr p=2", "--save", str(tmp_path / "other.json"))
@@ -158,7 +159,8 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     assert documented.quoted(line) - {"parameters"} == {name for row in rows for name in row["parameters"]}
     for group in ("promise", "optimizer", "limits"):
         (line,) = [line for line in lines if line.startswith(f"| `{group}`")]
-        assert documented.quoted(line.split("|")[2]) - {"example", "user"} == planned["run"][group].keys()
+        shown = planned["run"][group].keys() | averaged["run"].get(group, {}).keys()
+        assert documented.quoted(line.split("|")[2]) - {"example", "user"} == shown
     assert documented.in_tables("plan") == [planned.keys()]
     compared = printed("diff", str(path), str(path.with_name("other.json")))
     assert documented.quoted(documented.section("diff")) == compared.keys() | compared["differences"][0].keys()

@@ -267,7 +267,12 @@ def test_diff_says_which_promise_is_stronger(files):
     assert sentences(differences(plan, tighter))[0] == "B promises more privacy: ε = 2 instead of 4."
     assert sentences(differences(tighter, plan))[0] == "B promises less privacy: ε = 4 instead of 2."
     mixed = quell_plan(plan, epsilon=2.0, delta=1e-3)
-    assert "less in one way and more in the other" in sentences(differences(plan, mixed))[0]
+    opposed = "B promises less in one way and more in the other: ε = 2 instead of 4 and δ = 0.001 instead of 10⁻⁵."
+    assert sentences(differences(plan, mixed))[0] == opposed
+    rates = [quell_plan(plan, learning_rates=[1.0] * 79 + [last]) for last in (0.5, 0.25)]
+    assert "learning_rates" in {each.name for each in differences(*rates)}
+    users = [quell_plan(plan, participations=most) for most in (2, 3)]
+    assert {"participations", "noise_multiplier"} <= {each.name for each in differences(*users)}
     longer = quell_plan(plan, epochs=8)
     assert any("compared per example seen" in line for line in sentences(differences(plan, longer)))
 

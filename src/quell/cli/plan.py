@@ -13,6 +13,7 @@ from quell.costs import DEVICES, TimeLimit
 from quell.errors import QuellError
 from quell.files import require_writable
 from quell.planning import make_plan, named_plan
+from quell.planning.questions import answers as asked_about
 from quell.planning.questions import choices_for_steps, plan_for_rmse
 from quell.planning.users import user_limits
 from quell.run import Run
@@ -104,8 +105,8 @@ def plan(
         if html is not None:
             advance(0, 1, f"writing {html.name}")
             chosen.write_page(html)
-        advance(0, 1, "asking what would change it")
-        answers = None if as_json else chosen.answers
+        advance(0, 1, "comparing with DP-SGD")
+        answers = None if as_json else chosen.answers if explain else asked_about(chosen, thorough=False)
         found = None if table is None else user_limits(chosen, table[1], rows_per_user or 1, table[2])
     if answers is None:
         content = {**chosen.as_dict(), "meaning": chosen.meaning.as_dict()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Any
 
 from quell.planning.planner import Plan
@@ -51,7 +53,6 @@ def differences(first: Plan, second: Plan) -> list[Difference]:
 def facts(plan: Plan) -> dict[str, dict[str, Fact]]:
     """What two plans are compared by, in parts; errors are those of the recommended mechanism."""
     run, chosen = plan.run, plan.mechanism
-    rates = run.optimizer.learning_rates
     return {
         "run": {
             "batches are drawn of": f"{run.drawn}s",
@@ -59,9 +60,11 @@ def facts(plan: Plan) -> dict[str, dict[str, Fact]]:
             "batch_size": run.batch_size,
             "epochs": run.epochs,
             "steps": run.steps,
+            "participations": run.participation.count,
+            "separation": run.participation.separation,
             "momentum": run.optimizer.momentum,
             "weight_decay": run.optimizer.weight_decay,
-            "learning_rates": rates if rates is None or isinstance(rates, str) else f"a list of {len(rates):,}",
+            "learning_rates": _rates(run.optimizer.learning_rates),
             "adaptive": run.optimizer.adaptive,
             "ema": run.optimizer.ema,
         },
@@ -82,3 +85,10 @@ def facts(plan: Plan) -> dict[str, dict[str, Fact]]:
         "memory": {"buffers": chosen.buffers},
         "cost": {"draws": chosen.draws},
     }
+
+
+def _rates(given: str | Sequence[float] | None) -> str | None:
+    """A schedule, or a list of rates by a digest: there can be a million of them."""
+    if given is None or isinstance(given, str):
+        return given
+    return f"a list of {len(given):,} (digest {blake2b(repr(tuple(given)).encode(), digest_size=4).hexdigest()})"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "batch_size": "batch size",
+    "participations": "times that one can be used",
+    "separation": "steps between two uses",
     "weight_decay": "factor on the weights",
     "learning_rates": "learning rates",
     "adaptive": "adaptive optimizer",
@@ -41,11 +43,11 @@ def sentences(found: Sequence[Difference]) -> list[str]:
     by_name = {each.name: each for each in found}
     lines = []
     levels = [each.ratio for name in ("epsilon", "delta") if (each := by_name.get(name)) and each.ratio]
+    changed = " and ".join(_instead(by_name[name]) for name in ("epsilon", "delta") if name in by_name)
     if levels and (all(ratio < 1 for ratio in levels) or all(ratio > 1 for ratio in levels)):
-        changed = " and ".join(_instead(by_name[name]) for name in ("epsilon", "delta") if name in by_name)
         lines.append(f"B promises {'more' if levels[0] < 1 else 'less'} privacy: {changed}.")
     elif levels:
-        lines.append(f"B promises less in one way and more in the other: {_instead(by_name['epsilon'])} and δ differs.")
+        lines.append(f"B promises less in one way and more in the other: {changed}.")
     for name, text in (
         ("unit", "B protects each {second}, A each {first}."),
         ("neighbours", "B's promise is about {second} neighbours, A's about {first} ones."),
@@ -89,7 +91,7 @@ def shown(name: str, value: Fact) -> str:
     """A fact as it is written everywhere else."""
     match value:
         case None:
-            return "constant" if name == "learning_rates" else "unknown"
+            return "constant" if name == "learning_rates" else "none"
         case bool():
             return "yes" if value else "no"
         case float() if name == "noise_multiplier":
