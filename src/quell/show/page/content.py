@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from quell.planning.curves import Curves
     from quell.planning.questions import Answers
 
+_ERRORS = ("loss", "rmse", "maxse")  # shown beside the one that the plan minimised, which comes first
+
 
 def plan_content(
     plan: Plan, answers: Answers, curves: dict[int, Curves], brief: bool, preview: bool = False
@@ -49,7 +51,7 @@ def plan_content(
         "why": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
         "legend": [(letter, full) for letter, (_, full) in letters(shown).items()],
         "terms": glossary(plan),
-        "sorted_by": run.objective,
+        "errors": [OBJECTIVES[name].column for name in dict.fromkeys([run.objective, *_ERRORS])],
         "notes": words.notes(run),
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
         "promise": words.level(run.epsilon, run.delta),
@@ -92,7 +94,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
             "noise is": "certified ✓" if mechanism.certified else "estimated",
         },
         "cost": f"{words.copies(mechanism.buffers)}, {words.counted(mechanism.draws, 'noise vector')} per step",
-        "scores": {objective: mechanism.score(objective) for objective in OBJECTIVES},
+        "scores": {each.column: mechanism.score(name) for name, each in OBJECTIVES.items()},
         "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
         "command": command(plan.run, mechanism),
         "planned": {"sigma": float(noise), "epsilon": float(at_least(mechanism.claim.epsilon, 4))},
