@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from quell import workload
-from quell.analysis.objective import DEFAULT, OBJECTIVES
+from quell.analysis.objective import DEFAULT_OBJECTIVE as DEFAULT_OBJECTIVE
+from quell.analysis.objective import OBJECTIVES as OBJECTIVES
 from quell.costs import Limits, TimeLimit
 from quell.errors import QuellError, require_count, require_finite, require_privacy, short
 from quell.participation import Participation
@@ -101,7 +102,7 @@ class Run:
     promise: Promise
     optimizer: Optimizer = field(default_factory=Optimizer)
     schemes: tuple[type[Scheme], ...] = BEST
-    objective: str = DEFAULT
+    objective: str = DEFAULT_OBJECTIVE
     limits: Limits = field(default_factory=Limits)
     examples: int | None = None
     batch_size: int | None = None
@@ -137,7 +138,7 @@ class Run:
         memory: float | None = 4.0,
         draws: int = 16,
         sampling: str = "best",
-        objective: str = DEFAULT,
+        objective: str = DEFAULT_OBJECTIVE,
         adaptive: bool = False,
         ema: float | None = None,
         time_limit: TimeLimit | None = None,
@@ -212,7 +213,7 @@ class Run:
         delta: float,
         separation: int | None = None,
         sampling: str = FIXED.name,
-        objective: str = DEFAULT,
+        objective: str = DEFAULT_OBJECTIVE,
         **optimizer: Any,
     ) -> Run:
         """A run given by its steps instead of its data.

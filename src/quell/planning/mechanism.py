@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from quell.analysis.error import Error
-from quell.analysis.objective import DEFAULT, OBJECTIVES, Measured
+from quell.analysis.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Measured
 from quell.errors import QuellError, at_least
 from quell.privacy import Estimate, Guarantee
 from quell.schemes import SCHEMES, Scheme
@@ -113,7 +113,7 @@ class Mechanism:
         """Noise vectors generated per step."""
         return self.strategy.recurrence.draws
 
-    def as_dict(self, objective: str = DEFAULT) -> dict[str, Any]:
+    def as_dict(self, objective: str = DEFAULT_OBJECTIVE) -> dict[str, Any]:
         """Plain data: a row of `--json` and of plan files (docs/json.md), with the score that the plan minimises."""
         guarantee, solution = self.guarantee, self.strategy.solution
         moved = guarantee.sensitivity

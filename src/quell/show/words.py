@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quell.analysis.objective import DEFAULT, OBJECTIVES
 from quell.errors import at_least
+from quell.run import DEFAULT_OBJECTIVE, OBJECTIVES
 from quell.strategy import INDEPENDENT
 from quell.strategy.spelling import spelled
 
@@ -254,7 +254,7 @@ def reasons(plan: Plan, answers: Answers) -> list[str]:
     chosen, objective, lines = plan.mechanism, plan.run.objective, list[str]()
     affordable = [mechanism for mechanism in plan.alternatives if plan.run.limits.fits(mechanism)]
     other = min(affordable, key=lambda mechanism: mechanism.rmse)
-    if objective == DEFAULT and other is not chosen and other.rmse < 0.99 * chosen.rmse:
+    if objective == DEFAULT_OBJECTIVE and other is not chosen and other.rmse < 0.99 * chosen.rmse:
         worse = " but usually trains worse" if other.buffers > 0 or other.draws > 1 else ""
         lines.append(
             f"{label(other)} with {other.sampling} sampling has lower RMSE ({amount(other.rmse)} instead of "

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quell.analysis.objective import OBJECTIVES
 from quell.errors import at_least
+from quell.run import OBJECTIVES
 from quell.show import words
 from quell.show.cards import cards, headline
 from quell.show.legend import letters
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.curves import Curves
     from quell.planning.questions import Answers
+    from quell.run import Run
+
+_ERRORS = ("training", "rmse", "maxse")  # shown beside the one that the plan minimised, which comes first
 
 
 def plan_content(
@@ -49,7 +52,7 @@ def plan_content(
         "why": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
         "legend": [(letter, full) for letter, (_, full) in letters(shown).items()],
         "terms": glossary(plan),
-        "sorted_by": run.objective,
+        "errors": [OBJECTIVES[name].column for name in _errors(run)],
         "notes": words.notes(run),
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
         "promise": words.level(run.epsilon, run.delta),
@@ -67,12 +70,17 @@ def plan_content(
     }
 
 
+def _errors(run: Run) -> list[str]:
+    """The objectives that are shown, first the one that rows are sorted by."""
+    return list(dict.fromkeys([run.objective, *_ERRORS]))
+
+
 def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
     """The numbers of one mechanism's row, and what lies behind them."""
     estimated = not mechanism.certified
     about = "~" if estimated or answers.dpsgd_is_estimated else ""
     noise = words.noise(mechanism.noise_multiplier)
-    shown = dict.fromkeys(("training", "rmse", "maxse", plan.run.objective))
+    shown = _errors(plan.run)
     return {
         "label": words.label(mechanism),
         "family": mechanism.name,
@@ -93,7 +101,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
             "noise is": "certified ✓" if mechanism.certified else "estimated",
         },
         "cost": f"{words.copies(mechanism.buffers)}, {words.counted(mechanism.draws, 'noise vector')} per step",
-        "scores": {name: mechanism.score(name) for name in shown},
+        "scores": {OBJECTIVES[name].column: mechanism.score(name) for name in shown},
         "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
         "command": command(plan.run, mechanism),
         "planned": {"sigma": float(noise), "epsilon": float(at_least(mechanism.claim.epsilon, 4))},
