@@ -41,8 +41,8 @@ class Optimizer:
 
     `weight_decay` is the factor α that multiplies the weights at every step (1: none; 1 − lr·w for an optimizer's
     weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one positive number per step
-    (only ratios matter). `adaptive`: it rescales gradients, as Adam does. `ema`: use an average of the weights with this
-    share of the past, such as 0.98.
+    (only ratios matter). `adaptive`: it rescales gradients, as Adam does. `ema`: an average of the weights is used, with
+    this share of the past, such as 0.98.
     """
 
     momentum: float = 0.0
@@ -278,9 +278,7 @@ class Run:
         """Plain data: the part `run` of a plan file."""
         asked = self.arguments
         promise, optimizer = asdict(self.promise), {name: asked.pop(name) for name in vars(self.optimizer)}
-        if isinstance(optimizer["learning_rates"], tuple):
-            optimizer["learning_rates"] = list(optimizer["learning_rates"])
-        optimizer = {name: value for name, value in optimizer.items() if (name, value) != ("ema", None)}
+        optimizer = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.items() if (k, v) != ("ema", None)}
         limits = {} if self.examples is None else {"limits": asdict(self.limits)}
         for name in ("epsilon", "delta", *vars(self.limits)):
             asked.pop(name, None)
