@@ -301,6 +301,8 @@ def learning_rate(plan: Plan, answers: Answers) -> list[str]:
     """What the noise asks of the learning rate, if anything."""
     if plan.mechanism.family is INDEPENDENT:
         return []
+    if answers.learning_rate is None:
+        return ["This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate of DP-SGD."]
     return [
         f"This noise cancels from step to step: start from about {answers.learning_rate:.2g} times the learning rate "
         "of DP-SGD (predicted; docs/learning-rates.md says how well)."
