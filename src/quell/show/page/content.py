@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quell.analysis.objective import OBJECTIVES
+from quell.analysis.objective import DEFAULT, OBJECTIVES
 from quell.errors import at_least
 from quell.show import words
 from quell.show.cards import cards, headline
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.planning.curves import Curves
     from quell.planning.questions import Answers
+    from quell.run import Run
+
+_ERRORS = (DEFAULT, "rmse", "maxse")  # shown beside the one that the plan minimised, which comes first
 
 
 def plan_content(
@@ -49,7 +52,7 @@ def plan_content(
         "why": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
         "legend": [(letter, full) for letter, (_, full) in letters(shown).items()],
         "terms": glossary(plan),
-        "sorted_by": run.objective,
+        "errors": [OBJECTIVES[name].column for name in _shown_errors(run)],
         "notes": words.notes(run),
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
         "promise": words.level(run.epsilon, run.delta),
@@ -72,7 +75,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
     estimated = not mechanism.certified
     about = "~" if estimated or answers.dpsgd_is_estimated else ""
     noise = words.noise(mechanism.noise_multiplier)
-    shown = dict.fromkeys(("training", "rmse", "maxse", plan.run.objective))
+    errors = {OBJECTIVES[name].column: mechanism.score(name) for name in _shown_errors(plan.run)}
     return {
         "label": words.label(mechanism),
         "family": mechanism.name,
@@ -85,7 +88,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
         "fits": plan.run.limits.fits(mechanism),
         "cells": {
             "σ": words.noise(mechanism.noise_multiplier, estimated),
-            **{OBJECTIVES[name].column: words.amount(mechanism.score(name)) for name in shown},
+            **{column: words.amount(value) for column, value in errors.items()},
             "gain": f"{about}{words.times(answers.dpsgd.rmse / mechanism.rmse)}×",
             "mem": f"{mechanism.buffers:,}",
             "draws": f"{mechanism.draws:,}",
@@ -93,8 +96,12 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
             "noise is": "certified ✓" if mechanism.certified else "estimated",
         },
         "cost": f"{words.copies(mechanism.buffers)}, {words.counted(mechanism.draws, 'noise vector')} per step",
-        "scores": {name: mechanism.score(name) for name in shown},
+        "scores": errors,
         "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
         "command": command(plan.run, mechanism),
         "planned": {"sigma": float(noise), "epsilon": float(at_least(mechanism.claim.epsilon, 4))},
     }
+
+
+def _shown_errors(run: Run) -> list[str]:
+    return list(dict.fromkeys([run.objective, *_ERRORS]))

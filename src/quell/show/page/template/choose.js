@@ -2,8 +2,6 @@
 // Choosing is an action: download the chosen row's plan, copy it, certify it, and pin two rows beside each other.
 
 const pins = { A: null, B: null };
-const FACTS = ["batches", "σ", "train", "RMSE", "MaxSE", "gain", "mem", "draws", "noise is"];
-const COMPARED = { train: "training", RMSE: "rmse", MaxSE: "maxse" };
 
 function showActions(plan, row) {
   const focused = document.activeElement?.dataset.action;
@@ -61,7 +59,7 @@ function download(row) {
 }
 
 function pin(place, plan, row) {
-  pins[place] = { row, setup: plan.setup, promise: plan.promise };
+  pins[place] = { row, facts: columnsOf(plan), setup: plan.setup, promise: plan.promise };
   showPins();
   tell(`Pinned ${row.label} as ${place}.`);
 }
@@ -86,9 +84,9 @@ function showPins() {
   };
   line("run", places.map(place => pins[place].setup));
   line("promise", places.map(place => pins[place].promise));
-  for (const fact of FACTS) {
-    const scores = places.map(place => pins[place].row.scores[COMPARED[fact]]);
-    line(fact, places.map(place => pins[place].row.cells[fact]), both && COMPARED[fact] ? change(scores[1] / scores[0]) : "");
+  for (const fact of pins[places[0]]?.facts ?? []) {
+    const [one, other] = places.map(place => pins[place].row.scores[fact]);
+    line(fact, places.map(place => pins[place].row.cells[fact]), other ? change(other / one) : "");
   }
 }
 

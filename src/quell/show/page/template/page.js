@@ -81,13 +81,8 @@ function showScale(scale) {
   for (const word of scale.words) make(row, "span", {}, word);
 }
 
-const ORDER = { training: "train", rmse: "RMSE", maxse: "MaxSE", loss: "as σ" };
-const MINOR = ["σ", "MaxSE", "draws", "batches", "noise is"]; // columns that a phone leaves to the chosen row's details
-
-function columnsOf(plan) {
-  const first = ORDER[plan.sorted_by], rest = ["train", "RMSE", "MaxSE"].filter(name => name !== first);
-  return ["σ", first, ...rest, "gain", "mem", "draws", "batches", "noise is"];
-}
+const columnsOf = plan => ["σ", ...plan.errors, "gain", "mem", "draws", "batches", "noise is"]; // rows are sorted by the first error
+const isMinor = (plan, column) => !["mechanism", plan.errors[0], "gain", "mem"].includes(column); // a phone leaves it to the chosen row's details
 
 function showTable(plan) {
   const table = element("mechanisms"), columns = columnsOf(plan);
@@ -97,7 +92,7 @@ function showTable(plan) {
     const cell = make(head, "th", { scope: "col" });
     if (isMinor(plan, title)) cell.classList.add("minor");
     term(cell, title);
-    if (title === ORDER[plan.sorted_by]) {
+    if (title === plan.errors[0]) {
       cell.setAttribute("aria-sort", "ascending");
       cell.append(" ▲");
     }
@@ -116,7 +111,6 @@ function showTable(plan) {
   });
 }
 
-const isMinor = (plan, column) => MINOR.includes(column) || (column === "RMSE" && plan.sorted_by !== "rmse") || (column === "train" && plan.sorted_by !== "training");
 const radioOf = key => [...element("mechanisms").querySelectorAll("input")].find(radio => keyOf(shown.mechanisms[radio.value]) === key)
   ?? element("mechanisms").querySelector("input:checked");
 
