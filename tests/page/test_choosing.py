@@ -231,11 +231,19 @@ def test_axe_finds_nothing_wrong_with_the_page_of_a_training(browser, plan, tmp_
     arm = {"mechanism": "bisr p=4", "batches": "cyclic", "sigma": "2.273", "rmse": "10.4", "noise": error}
     arm |= {"learning_rate": "0.5", "accuracy": "91.2%", "accuracies": [[0.8, 0.9]], "curve": [0.8, 0.9]}
     arms = [{**arm, "name": "DP-SGD", "kind": "dpsgd"}, {**arm, "name": "planned", "kind": "recommended"}]
-    content = {"setup": "A run.", "verdict": "Better.", "promise": "(4, 10⁻⁵)-DP", "notes": ["A note."], "arms": arms}
+    content = {
+        "explained": {"The promise": "Almost the same."},
+        "setup": "A run.",
+        "verdict": "Better.",
+        "promise": "(4, 10⁻⁵)-DP",
+        "notes": ["A note."],
+        "arms": arms,
+    }
     path = tmp_path / "training.html"
     path.write_text(assemble("Quell training", "training.html", ("charts.js", "training.js"), content, "").html)
     browser.look(width, 900, dark=width == 390)
     browser.open(path.as_uri())
     assert browser.run("document.querySelectorAll('figure svg.chart').length") == 2
+    assert browser.run("(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.scroll'))")  # accuracy too
     assert violations(browser, axe()) == []
     assert browser.complaints == []
