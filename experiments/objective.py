@@ -246,7 +246,7 @@ def learning_rates(groups: dict[str, Group], files: Sequence[str]) -> Entry:
 
 
 def printed_rates() -> dict[str, Entry]:
-    """How well the number does that plans print: the best rate as a multiple of that of DP-SGD, Poisson, at the same ε."""
+    """How well the number does that plans print: the best rate as a multiple of Poisson DP-SGD's at the same ε."""
     every = [*trained("epsilons"), *trained("predictors"), *trained("cifar10", lambda run: run["clip"] == 1.0)]
     peers = {e.line["epsilon"]: e for e in every if (e.label, e.line["sampling"]) == ("DP-SGD", "poisson")}
     off = defaultdict(list)

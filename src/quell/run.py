@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from quell import workload
-from quell.analysis.objective import DEFAULT, OBJECTIVES
+from quell.analysis.objective import DEFAULT_OBJECTIVE as DEFAULT_OBJECTIVE
+from quell.analysis.objective import OBJECTIVES as OBJECTIVES
 from quell.costs import Limits, TimeLimit
 from quell.errors import QuellError, require_count, require_finite, require_privacy, short
 from quell.participation import Participation
@@ -41,8 +42,8 @@ class Optimizer:
 
     `weight_decay` is the factor α that multiplies the weights at every step (1: none; 1 − lr·w for an optimizer's
     weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one positive number per step
-    (only ratios matter). `adaptive` says whether it rescales gradients, as Adam does. `ema` is the share of the past in
-    an average of the weights that is used in their place, such as 0.98; None where the weights themselves are used.
+    (only ratios matter). `adaptive`: it rescales gradients, as Adam does. `ema`: an average of the weights is used, with
+    this share of the past, such as 0.98.
     """
 
     momentum: float = 0.0
@@ -101,7 +102,7 @@ class Run:
     promise: Promise
     optimizer: Optimizer = field(default_factory=Optimizer)
     schemes: tuple[type[Scheme], ...] = BEST
-    objective: str = DEFAULT
+    objective: str = DEFAULT_OBJECTIVE
     limits: Limits = field(default_factory=Limits)
     examples: int | None = None
     batch_size: int | None = None
@@ -137,7 +138,7 @@ class Run:
         memory: float | None = 4.0,
         draws: int = 16,
         sampling: str = "best",
-        objective: str = DEFAULT,
+        objective: str = DEFAULT_OBJECTIVE,
         adaptive: bool = False,
         ema: float | None = None,
         time_limit: TimeLimit | None = None,
@@ -158,8 +159,7 @@ class Run:
             momentum, weight_decay, learning_rates, adaptive, ema: The optimizer (see `Optimizer`).
             memory, draws, time_limit: What noise may cost (see `Limits`).
             sampling: The schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
-            objective: What a plan minimises: "training" (predicted training error), "rmse", "maxse" or "loss"
-                (docs/planner.md).
+            objective: What a plan minimises: "training", "rmse", "maxse" or "loss" (docs/planner.md).
             separation, participations: For privacy per user with batches of examples: the fewest steps between two
                 batches with data of one user, and the most such batches. Your data pipeline has to make sure of both.
             optimizer, betas: "adam" or "adamw" with its betas, in place of `momentum` and `adaptive`.
@@ -212,7 +212,7 @@ class Run:
         delta: float,
         separation: int | None = None,
         sampling: str = FIXED.name,
-        objective: str = DEFAULT,
+        objective: str = DEFAULT_OBJECTIVE,
         **optimizer: Any,
     ) -> Run:
         """A run given by its steps instead of its data.
@@ -221,8 +221,7 @@ class Run:
             steps, epochs: Optimizer steps and passes over the data.
             epsilon, delta: The promise.
             separation: Fewest steps between two uses of an example. Default: steps // epochs.
-            sampling: As in `from_data`.
-            objective: As in `from_data`.
+            sampling, objective: As in `from_data`.
             optimizer: The fields of `Optimizer`.
 
         Returns:
@@ -280,10 +279,7 @@ class Run:
         """Plain data: the part `run` of a plan file."""
         asked = self.arguments
         promise, optimizer = asdict(self.promise), {name: asked.pop(name) for name in vars(self.optimizer)}
-        if isinstance(optimizer["learning_rates"], tuple):
-            optimizer["learning_rates"] = list(optimizer["learning_rates"])
-        if optimizer["ema"] is None:  # as in files of Quells that did not know it
-            del optimizer["ema"]
+        optimizer = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.items() if (k, v) != ("ema", None)}
         limits = {} if self.examples is None else {"limits": asdict(self.limits)}
         for name in ("epsilon", "delta", *vars(self.limits)):
             asked.pop(name, None)

@@ -167,6 +167,25 @@ def test_scaling_does_not_change_the_sensitivity(clipping, size, bound):
             assert norm >= 0.99 * most
 
 
+def test_noise_is_added_before_scales_are_undone():
+    """Gradients of zero: what is released is the noise of a plain run, divided by S. Noise added later is smaller."""
+    released = {}
+    for scaled in (False, True):
+        model, optimizer, loader = private(scale_gradients=scaled)
+        torch.manual_seed(2)
+        for scale in optimizer._engine.scales.values():
+            scale.rows.copy_(torch.randn_like(scale.rows).exp())
+            scale.columns.copy_(torch.randn_like(scale.columns).exp())
+        right = entries(optimizer, model) if scaled else {}
+        x, _ = next(iter(loader))
+        optimizer.zero_grad()
+        (model(x) * 0).sum(1).mean().backward()
+        optimizer.step()
+        released[scaled] = {name: p.grad.double() for name, p in model.named_parameters()}
+    for name, plain in released[False].items():
+        torch.testing.assert_close(released[True][name] * right[name], plain, rtol=1e-5, atol=0)
+
+
 def test_a_run_that_goes_on_has_the_same_scales(tmp_path):
     """Steps after the checkpoint come again, and are compared with the ledger's digests."""
 

@@ -27,7 +27,7 @@ from quell._types import Array
 from quell.algebra import series
 from quell.algebra.feedback import energy, last_row, left_over
 from quell.algebra.recursion import recursion
-from quell.strategy import Strategy
+from quell.strategy import INDEPENDENT, Strategy
 from quell.strategy.structure import BandedStrategy, ToeplitzStrategy
 from quell.workload import Workload
 
@@ -134,7 +134,7 @@ class Landscape:
     @cached_property
     def independent(self) -> Noise:
         """Noise that is not correlated."""
-        return self.noise(ToeplitzStrategy("identity", self.workload.steps, np.ones(1)))
+        return self.noise(ToeplitzStrategy(INDEPENDENT.name, self.workload.steps, np.ones(1)))
 
     @cached_property
     def _lengths(self) -> list[int]:

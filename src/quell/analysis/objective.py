@@ -110,7 +110,7 @@ OBJECTIVES = {
         predicts_loss=True,
     ),
 }
-DEFAULT = "training"
+DEFAULT_OBJECTIVE = "training"
 
 
 def training_error(strategy: Strategy, workload: Workload, adaptive: bool = False) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from quell.analysis.objective import DEFAULT
+from quell.analysis.objective import DEFAULT_OBJECTIVE
 from quell.cli import options, terminal
 from quell.cli.options import GOALS, goal, limit, mechanism_names, output, the_run, user
 from quell.cli.users import population
@@ -32,7 +32,7 @@ def plan(
         the_run("Instead of --batch-size and --epochs: compare ways to spend this many steps.", **options.COUNT),
     ] = None,
     sampling: options.Sampling = "best",
-    objective: Annotated[str | None, goal(f"{GOALS} Default: {DEFAULT}, or rmse with --target-rmse.")] = None,
+    objective: Annotated[str | None, goal(f"{GOALS} Default: {DEFAULT_OBJECTIVE}, or rmse with --target-rmse.")] = None,
     mechanism: Annotated[
         str | None,
         goal("Certify this one instead of searching: a row of the table, 'blt d=2'.", autocompletion=mechanism_names),
@@ -86,7 +86,7 @@ def plan(
         raise QuellError("--rows-per-user is for a table of user ids (--users ids.csv): give both")
     limits = {"memory": memory, "draws": draws, "parameters": parameters}
     known = options.data_of(given | limits | {"sampling": _sampling(sampling, fast)}) | counted
-    known["objective"] = objective or (DEFAULT if target_rmse is None else "rmse")
+    known["objective"] = objective or (DEFAULT_OBJECTIVE if target_rmse is None else "rmse")
     known["time_limit"] = _time_limit(noise_share, step_seconds, parameters, device)
     if steps is not None:
         _show_choices(steps, known, as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from quell.analysis.objective import DEFAULT
+from quell.analysis.objective import DEFAULT_OBJECTIVE
 from quell.cli import options, terminal
 from quell.run import Run
 
@@ -21,7 +21,7 @@ def serve(
     weight_decay: options.WeightDecay = 1.0,
     schedule: options.Schedule = None,
     adaptive: options.Adaptive = False,
-    objective: Annotated[str, options.goal(options.GOALS)] = DEFAULT,
+    objective: Annotated[str, options.goal(options.GOALS)] = DEFAULT_OBJECTIVE,
     memory: options.Memory = "4",
     draws: options.Draws = 16,
     parameters: options.ModelSize = None,

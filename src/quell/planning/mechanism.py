@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from quell.analysis.error import Error
-from quell.analysis.objective import DEFAULT, OBJECTIVES, Measured
+from quell.analysis.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Measured
 from quell.errors import QuellError, at_least
 from quell.privacy import Estimate, Guarantee
 from quell.schemes import SCHEMES, Scheme
@@ -94,10 +94,13 @@ class Mechanism:
         """The same at the worst step."""
         return self.score("maxse")
 
-    @property
-    def learning_rate(self) -> float:
-        """The predicted best learning rate, in a unit that mechanisms of one run share: only ratios mean something."""
-        return self.measured.noise.best(self.noise_multiplier)[1]
+    def learning_rate(self, other: Mechanism) -> float | None:
+        """The predicted best learning rate as a multiple of another mechanism's of the same run.
+
+        None where the other takes the largest rate that the model has: what it would be beyond that is not known.
+        """
+        mine, theirs = (each.measured.noise.best(each.noise_multiplier)[1] for each in (self, other))
+        return mine / theirs if theirs < other.measured.landscape.rates[0] else None
 
     def across_runs(self, objective: str, seen: float) -> float:
         """The number by which mechanisms of different runs are compared, `seen` telling how many examples they see."""
@@ -113,7 +116,7 @@ class Mechanism:
         """Noise vectors generated per step."""
         return self.strategy.recurrence.draws
 
-    def as_dict(self, objective: str = DEFAULT) -> dict[str, Any]:
+    def as_dict(self, objective: str = DEFAULT_OBJECTIVE) -> dict[str, Any]:
         """Plain data: a row of `--json` and of plan files (docs/json.md), with the score that the plan minimises."""
         guarantee, solution = self.guarantee, self.strategy.solution
         moved = guarantee.sensitivity

@@ -48,7 +48,7 @@ class Answers:
     dpsgd: Mechanism
     dpsgd_is_estimated: bool  # without amplification estimates are exact
     equivalent_epsilon: float  # the ε that DP-SGD would need for the recommended mechanism's RMSE
-    learning_rate: float  # the predicted best one, as a multiple of DP-SGD's
+    learning_rate: float | None  # the predicted best one, as a multiple of DP-SGD's; None where it is not known
     lower_bound: float
     # The best for each amount of memory, by the plan's objective, within the other limits; empty where that is not
     # known, because a plan file does not hold the estimates that the plan was chosen from.
@@ -75,7 +75,7 @@ def answers(plan: Plan, thorough: bool = True, prices: Prices | None = None) -> 
         prices.dpsgd,
         prices.dpsgd.scheme.amplifies,
         prices.equivalent_epsilon(plan.mechanism),
-        plan.mechanism.learning_rate / prices.dpsgd.learning_rate,
+        plan.mechanism.learning_rate(prices.dpsgd),
         plan.lower_bound,
         tuple(pareto(compared, plan.run.objective)),
         tuple(pareto(plan.alternatives, "rmse")),

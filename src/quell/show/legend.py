@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quell.analysis.objective import OBJECTIVES
+from quell.run import OBJECTIVES
 from quell.strategy import INDEPENDENT
 from quell.strategy.family import DIVERGENCE, HORIZON, NORMALISE
 from quell.strategy.spelling import SYMBOLS, spelled

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quell.analysis.objective import OBJECTIVES
+from quell.run import OBJECTIVES
 from quell.show import cards, words
 from quell.show.legend import BEYOND, ESTIMATED, RECOMMENDED, legend
 from quell.strategy import FAMILIES

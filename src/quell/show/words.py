@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quell.analysis.objective import DEFAULT, OBJECTIVES
 from quell.errors import at_least
+from quell.run import DEFAULT_OBJECTIVE, OBJECTIVES
 from quell.strategy import INDEPENDENT
 from quell.strategy.spelling import spelled
 
@@ -254,7 +254,7 @@ def reasons(plan: Plan, answers: Answers) -> list[str]:
     chosen, objective, lines = plan.mechanism, plan.run.objective, list[str]()
     affordable = [mechanism for mechanism in plan.alternatives if plan.run.limits.fits(mechanism)]
     other = min(affordable, key=lambda mechanism: mechanism.rmse)
-    if objective == DEFAULT and other is not chosen and other.rmse < 0.99 * chosen.rmse:
+    if objective == DEFAULT_OBJECTIVE and other is not chosen and other.rmse < 0.99 * chosen.rmse:
         worse = " but usually trains worse" if other.buffers > 0 or other.draws > 1 else ""
         lines.append(
             f"{label(other)} with {other.sampling} sampling has lower RMSE ({amount(other.rmse)} instead of "
@@ -301,6 +301,8 @@ def learning_rate(plan: Plan, answers: Answers) -> list[str]:
     """What the noise asks of the learning rate, if anything."""
     if plan.mechanism.family is INDEPENDENT:
         return []
+    if answers.learning_rate is None:
+        return ["This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate of DP-SGD."]
     return [
         f"This noise cancels from step to step: start from about {answers.learning_rate:.2g} times the learning rate "
         "of DP-SGD (predicted; docs/learning-rates.md says how well)."

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quell.analysis.objective import DEFAULT, OBJECTIVES
 from quell.errors import at_least
+from quell.run import OBJECTIVES
 from quell.show import words
 from quell.show.cards import cards, headline
 from quell.show.legend import letters
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quell.planning.questions import Answers
     from quell.run import Run
 
-_ERRORS = (DEFAULT, "rmse", "maxse")  # shown beside the one that the plan minimised, which comes first
+_ERRORS = ("training", "rmse", "maxse")  # shown beside the one that the plan minimised, which comes first
 
 
 def plan_content(
@@ -52,7 +52,7 @@ def plan_content(
         "why": [words.recommendation(plan, answers)] if brief else words.explanation(plan, answers),
         "legend": [(letter, full) for letter, (_, full) in letters(shown).items()],
         "terms": glossary(plan),
-        "errors": [OBJECTIVES[name].column for name in _shown_errors(run)],
+        "errors": [OBJECTIVES[name].column for name in _errors(run)],
         "notes": words.notes(run),
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
         "promise": words.level(run.epsilon, run.delta),
@@ -70,12 +70,17 @@ def plan_content(
     }
 
 
+def _errors(run: Run) -> list[str]:
+    """The objectives that are shown, first the one that rows are sorted by."""
+    return list(dict.fromkeys([run.objective, *_ERRORS]))
+
+
 def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
     """The numbers of one mechanism's row, and what lies behind them."""
     estimated = not mechanism.certified
     about = "~" if estimated or answers.dpsgd_is_estimated else ""
     noise = words.noise(mechanism.noise_multiplier)
-    errors = {OBJECTIVES[name].column: mechanism.score(name) for name in _shown_errors(plan.run)}
+    shown = _errors(plan.run)
     return {
         "label": words.label(mechanism),
         "family": mechanism.name,
@@ -88,7 +93,7 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
         "fits": plan.run.limits.fits(mechanism),
         "cells": {
             "σ": words.noise(mechanism.noise_multiplier, estimated),
-            **{column: words.amount(value) for column, value in errors.items()},
+            **{OBJECTIVES[name].column: words.amount(mechanism.score(name)) for name in shown},
             "gain": f"{about}{words.times(answers.dpsgd.rmse / mechanism.rmse)}×",
             "mem": f"{mechanism.buffers:,}",
             "draws": f"{mechanism.draws:,}",
@@ -96,12 +101,8 @@ def _row(plan: Plan, mechanism: Mechanism, answers: Answers) -> dict[str, Any]:
             "noise is": "certified ✓" if mechanism.certified else "estimated",
         },
         "cost": f"{words.copies(mechanism.buffers)}, {words.counted(mechanism.draws, 'noise vector')} per step",
-        "scores": errors,
+        "scores": {OBJECTIVES[name].column: mechanism.score(name) for name in shown},
         "details": words.details(plan.run, mechanism) if mechanism.certified else [words.estimated(mechanism.claim)],  # type: ignore[arg-type]
         "command": command(plan.run, mechanism),
         "planned": {"sigma": float(noise), "epsilon": float(at_least(mechanism.claim.epsilon, 4))},
     }
-
-
-def _shown_errors(run: Run) -> list[str]:
-    return list(dict.fromkeys([run.objective, *_ERRORS]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from quell.analysis.objective import DEFAULT
 from quell.errors import at_least
+from quell.run import DEFAULT_OBJECTIVE
 from quell.schemes import SCHEMES
 from quell.show import words
 from quell.show.legend import COLUMNS
@@ -34,7 +34,7 @@ _TERMS = {
 }
 _STRONG, _WEAK = 1.0, 10.0  # ε below and above which a promise is called strong and weak
 _USUAL: dict[str, Any] = {"momentum": 0.0, "weight_decay": 1.0, "learning_rates": None, "adaptive": False, "ema": None}
-_USUAL |= {"sampling": "best", "objective": DEFAULT, "memory": 4.0, "draws": 16}
+_USUAL |= {"sampling": "best", "objective": DEFAULT_OBJECTIVE, "memory": 4.0, "draws": 16}
 _FLAGS = {"learning_rates": "schedule"}  # arguments of a run whose option has another name
 
 
