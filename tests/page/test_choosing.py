@@ -184,7 +184,9 @@ def test_two_rows_stand_side_by_side(report, plan):
     for mechanism in plan.alternatives[:2]:
         assert words.label(mechanism) in table
         assert words.amount(mechanism.rmse) in table
-    ratio = round(100 * (plan.alternatives[1].score("loss") / plan.alternatives[0].score("loss") - 1))
+    ratio = round(
+        100 * (plan.alternatives[1].score(plan.run.objective) / plan.alternatives[0].score(plan.run.objective) - 1)
+    )
     assert f"{ratio}% higher" in table
     report.run("document.querySelector('[data-action=unpin-A]').click()")
     assert "B against A" not in text(report, "#pairs")

@@ -18,6 +18,7 @@ from quell.planning import Plan, Prices
 from quell.planning.curves import page_content
 from quell.planning.questions import answers
 from quell.run import Run
+from quell.show.page import reading
 from quell.show.page.document import document
 from quell.show.statement import privacy_statement
 
@@ -171,3 +172,13 @@ def test_a_page_that_cannot_be_written_is_one_sentence(plan):
 def test_limits_show(plan):
     content = dataclasses.replace(plan, run=plan.run.changed(memory=0, draws=1)).page_content
     assert {row["family"] for row in content["mechanisms"] if row["fits"]} <= {"identity", "diagonal"}
+
+
+def test_the_command_states_every_argument_of_a_run():
+    """A new argument that the command left out would make another plan than the page shows."""
+    stated = {"examples", "batch_size", "epochs", "epsilon", "delta", "time_limit"}  # a named mechanism needs no limit
+    run = Run.from_data(examples=200, batch_size=20, epochs=2, epsilon=4.0, delta=1e-3, momentum=0.9, memory=None)
+    assert set(run.arguments) == stated | set(reading._USUAL)
+    text = reading.command(run, Prices(run.changed(sampling="cyclic")).price("identity"))
+    assert text is not None
+    assert "--epsilon 4 --delta 0.001 --momentum 0.9 --memory unlimited --mechanism 'identity (DP-SGD)'" in text
