@@ -42,8 +42,8 @@ class Optimizer:
 
     `weight_decay` is the factor α that multiplies the weights at every step (1: none; 1 − lr·w for an optimizer's
     weight_decay=w). `learning_rates` is None for a constant rate, "cosine", "linear", or one positive number per step
-    (only ratios matter). `adaptive`: it rescales gradients, as Adam does. `ema`: an average of the weights is used, with
-    this share of the past, such as 0.98.
+    (only ratios matter). `adaptive`: it rescales gradients, as Adam does. `ema`: an average of the weights is used,
+    with this share of the past, such as 0.98.
     """
 
     momentum: float = 0.0
