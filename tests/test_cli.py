@@ -143,6 +143,7 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     planned = printed(*PLAN, "--save", str(path))
     quell(*PLAN, "--mechanism", "bisr p=2", "--save", str(tmp_path / "other.json"))
+    by_loss = printed(*PLAN, "--mechanism", "bisr p=2", "--objective", "loss")
     users = printed(*PLAN, "--participations", "3", "--separation", "5")
     drawn = printed(*("--users" if each == "--examples" else each for each in PLAN))
     top, run, yardsticks, mechanism = documented.in_tables("price")
@@ -154,7 +155,8 @@ def test_json_has_the_documented_keys(tmp_path, monkeypatch):
     lines = documented.section("price").splitlines()
     for group in ("noise", "error", "guarantee"):
         (line,) = [line for line in lines if line.startswith(f"| `{group}`")]
-        assert documented.quoted(line.split("|")[2]) - {"exact"} == rows[0][group].keys()
+        shown = rows[0][group].keys() | by_loss["mechanisms"][0][group].keys()
+        assert documented.quoted(line.split("|")[2]) - {"exact"} == shown
     (line,) = [line for line in lines if line.startswith("| `parameters`")]
     assert documented.quoted(line) - {"parameters"} == {name for row in rows for name in row["parameters"]}
     for group in ("promise", "optimizer", "limits"):

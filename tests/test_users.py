@@ -288,7 +288,7 @@ def test_what_is_said_about_a_table(tmp_path):
 def test_steps_can_be_spent_on_users(tmp_path):
     options = ("plan", "--epsilon", 4, "--delta", 1e-3, "--fast", "--draws", 1, "--memory", 0, "--steps", 6)
     shown = quell(*options, "--users", 12).stdout
-    assert "have the least predicted loss" in " ".join(shown.split())
+    assert "error per user seen" in " ".join(shown.split())
     (tmp_path / "ids.txt").write_text("a\nb\n")
     with pytest.raises(QuellError, match="does not go with --rows-per-user"):
         quell(*options, "--users", tmp_path / "ids.txt", "--rows-per-user", 2)
