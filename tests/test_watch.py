@@ -102,7 +102,17 @@ def test_numbers_that_are_not_private_say_so_where_they_are_shown(tmp_path):
     assert "Clipped (not private) 83% of gradients" in said
     assert said.count("NOT covered by the promise") == 2
     assert "Show it only to people who may see the data" in said
-    assert (folder / "log.csv").stat().st_mode & 0o077 == 0
+    watch(folder, "--html", tmp_path / "page.html")
+    for path in (folder / "log.csv", tmp_path / "page.html"):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path):
+    folder = logged(tmp_path)
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**about, "mechanism": "\x1b[31m"}))
+    with pytest.raises(QuellError, match="is damaged"):
+        watch(folder)
 
 
 def test_the_gradient_may_be_hidden_and_the_log_empty(tmp_path):

@@ -226,3 +226,12 @@ def test_other_optimizers_are_refused():
             key=seeded(1),
             scale_gradients=True,
         )
+
+
+def test_moments_of_steps_before_the_run_are_refused():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.zeros(1, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(QuellError, match="has taken no step"):
+        make_private(model, optimizer, examples(), small_plan(), key=seeded(1), scale_gradients=True)

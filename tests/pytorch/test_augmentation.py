@@ -74,6 +74,8 @@ def test_views_are_the_same_after_a_crash(tmp_path):
     "augment",
     [
         lambda x: 0.9 * x + 0.1 * x[torch.randperm(len(x))],  # mixup
+        lambda x: 0.9 * x + 0.1 * x.roll(2, 0),  # at an even distance
+        lambda x: 0.9 * x + 0.1 * x.roll(len(x) // 2, 0),
         lambda x: x - x.mean(0),
         lambda x: x.flip(0),
         lambda x: x.roll(1, 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -262,10 +263,24 @@ def test_the_smallest_numbers_of_a_precision(dtype, positions):
     """A factor of 0.6 takes nothing from the smallest number there is, where their product is rounded to be one."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     g = torch.full((1, positions, 4), smallest, dtype=dtype)
-    a = torch.full((1, positions, 4), min(torch.finfo(dtype).max, 2.0**63) / 2, dtype=dtype)
+    a = torch.full((1, positions, 4), min(torch.finfo(dtype).max, 2.0**58) / 2, dtype=dtype)
     piece, bound = Outer(g, a), 0.6 * float(real_norms(g, a))
     added = piece.sum(clip_factors(piece.norms() * (1 + 1e-5), bound))
     assert float(added.double().norm()) <= bound * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("positions", [1, 2])
+@pytest.mark.parametrize("bound", [Bound(1.0, False, frozenset()), 1e-6, Bound(1.0, True, frozenset())], ids=str)
+def test_huge_inputs_do_not_lift_weighted_gradients_that_are_rounded(dtype, positions, bound):
+    """Weighted gradients below 1e-38 have few digits. Times an input of 1e38, what rounding added is of ordinary size."""
+    most = bound if isinstance(bound, float) else bound.norm
+    added = []
+    for size in 2.0 ** np.arange(20.0, 127.9, 0.7):
+        g = torch.full((1, positions, 1024), 2.0**-13, dtype=dtype)
+        piece = Outer(g, torch.full((1, positions, 64), size, dtype=dtype))
+        added.append(float(piece.sum(clip_factors(piece.norms(), bound)).double().norm()))
+    assert 0.99 * most < max(added) <= most
 
 
 @pytest.mark.parametrize("make", [rows, partial(outer, positions=1), partial(outer, positions=6), stacked])

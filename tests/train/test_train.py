@@ -14,7 +14,6 @@ import torch
 from typer.testing import CliRunner
 
 from quell import cli
-from quell.budget import Budget
 from quell.budget.claims import search_claim
 from quell.errors import QuellError
 from quell.planning import Plan, Prices
@@ -203,21 +202,6 @@ def test_the_search_is_inside_the_promise_and_keeps_its_scores(file, tmp_path, m
     kind = certified(plan["run"], plan["mechanisms"][0])
     assert plan["run"]["promise"]["epsilon"] < 7.0
     assert 7.7 < search_claim(Trials(3.0), [kind], 1e-3).epsilon <= 8.0
-
-
-@pytest.mark.parametrize("options", [["--lr", "0.1"], []])
-def test_runs_are_charged_to_a_budget(file, tmp_path, options, monkeypatch):
-    monkeypatch.setattr(command, "TRIALS", 2.0)
-    budget = Budget.create(tmp_path / "b", name="x", epsilon=9.0, delta=1e-3)
-    with pytest.raises(QuellError, match="drop --baselines"):
-        train(file, "--budget", str(budget.path), "--baselines", *options)
-    with pytest.raises(QuellError, match="has no privacy that a budget could count"):
-        train(file, "--budget", str(budget.path), "--seed", "1", *options)
-    train(file, "--budget", str(budget.path), *options)
-    (entry,) = budget.entries
-    assert (entry.kind, entry.epsilon) == ("bisr", 8.0) if options else entry.kind == "search"
-    with pytest.raises(QuellError, match="does not suffice"):
-        train(file, "--budget", str(budget.path), *options)
 
 
 @pytest.mark.parametrize("sampling", ["cyclic", pytest.param("poisson", marks=pytest.mark.slow)])

@@ -45,7 +45,6 @@ def train(
         bool, training("Compare with training without privacy and with DP-SGD. Results are then not to be shared.")
     ] = False,
     seed: Annotated[int | None, training("Make runs repeatable. Voids privacy: for public data only.")] = None,
-    budget: Annotated[Path | None, training("Charge every run, with its trials, to this budget.")] = None,
     log: Annotated[Path | None, output("Log every private run to a folder in this one, for quell watch.")] = None,
     out: Annotated[Path | None, output("Folder for model, report, plan and page. Default: FILE-private, here.")] = None,
     plot: options.Plot = None,
@@ -77,7 +76,6 @@ def train(
             runs=runs,
             baselines=baselines,
             seed=seed,
-            budget=budget,
             log=log,
             batch_size=batch_size,
             epochs=epochs,

@@ -35,7 +35,7 @@ def watch(
     def look() -> dict[str, object]:
         content = watch_content(str(folder), follower.about, follower.rows)
         if html is not None:
-            page.write(watch_page(content, _RELOAD if stay else None), html)
+            page.write(watch_page(content, _RELOAD if stay else None), html, owner_only=bool(content["not_private"]))
         return content
 
     content = look()

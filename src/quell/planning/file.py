@@ -230,6 +230,9 @@ def _run_of(content: dict[str, Any]) -> Run:
     limits, promise = dict(content["limits"]), content["promise"]
     if limits["time_limit"] is not None:
         limits["time_limit"] = TimeLimit.of_plain(limits["time_limit"])
+    stated = [*flat, *content["optimizer"], *limits, "epsilon", "delta"]
+    if len(stated) > len(set(stated)):
+        raise QuellError("the run states one thing in two places: restore the file from a copy")
     return Run.from_data(**flat, **content["optimizer"], **limits, epsilon=promise["epsilon"], delta=promise["delta"])
 
 

@@ -50,7 +50,7 @@ def verdict(planned: Sequence[float], dpsgd: Sequence[float]) -> str:
 
 
 def training_notes(
-    seeded: bool, compared: bool, runs: int, validation: int, test: int, points: float, table: bool, budget: bool
+    seeded: bool, compared: bool, runs: int, validation: int, test: int, points: float, table: bool
 ) -> list[str]:
     """What the promise covers beside the model's weights, and what it does not cover.
 
@@ -61,7 +61,6 @@ def training_notes(
         validation, test: How many examples were held out to choose learning rates on (0: none) and to test on.
         points: The standard deviation of the noise in the accuracy, in percentage points.
         table: Whether the examples are rows of a table.
-        budget: Whether the run was charged to one.
     """
     found = []
     if seeded:
@@ -89,8 +88,4 @@ def training_notes(
     found.append(f"Accuracy is measured on {test:,} examples that were held out from training{protected}.")
     known = "the number of rows, the names of the columns" if table else "the number and the shape of the examples"
     found.append(f"Taken for public: {known}, and what was stated with the command (classes, ranges).")
-    if budget and not seeded:
-        found.append(
-            "The budget counts what training spends, and not what held-out examples spend on each run's accuracy."
-        )
     return found

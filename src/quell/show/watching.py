@@ -39,6 +39,7 @@ def watch_content(name: str, about: Mapping[str, Any], rows: Sequence[Row]) -> d
         "cards": _cards(about, last, rows),
         "notes": _notes(about),
         "curves": {column: _curve(rows, column) for column in names},
+        "not_private": [column for column in names if column in _NORM_CURVES],
         "ended": not last["steps_left"],
     }
 

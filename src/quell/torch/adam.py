@@ -44,6 +44,11 @@ class SecondMoments:
         for part in parts_of(optimizer):
             if not isinstance(part, (Adam, AdamW)):
                 raise QuellError(f"scale_gradients=True takes Adam or AdamW, not {type(part).__name__}: leave it out")
+            if part.state:
+                raise QuellError(
+                    "scale_gradients=True needs an optimizer that has taken no step: scales follow its second moments, "
+                    "and those of earlier steps may not be private. Load a checkpoint after make_private"
+                )
         if any(is_sharded(parameter) for parameter in self._params.values()):
             raise QuellError("scale_gradients=True needs whole parameters, and these are sharded: leave it out")
         self.scales = {name: _ones(parameter) for name, parameter in self._params.items()}

@@ -1,8 +1,8 @@
 """Random changes to examples, made batch by batch in the loop's own process, on the device where the batch lies.
 
 What an example adds to a step is bounded only if its rows are made from this example alone. So the first batches are
-changed twice, with equal random numbers, the second time with every other example replaced: the rows of those that
-stayed must stay the same.
+changed twice, with equal random numbers, the second time with half of the examples replaced, chosen at random: the rows
+of those that stayed must stay the same. A function that keeps examples from earlier batches is not noticed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -62,7 +63,7 @@ class Augmentation:
         if not callable(change):
             raise QuellError(f"augment is a {type(change).__name__}: pass a function of a batch's inputs")
         self.change, self.rows = change, rows
-        self._looks = _LOOKS
+        self._looks, self._random = _LOOKS, np.random.default_rng()
 
     def __call__(self, batch: Any) -> Any:
         """The batch with other inputs: its first element, if it is a list or a tuple, or all of it."""
@@ -76,7 +77,7 @@ class Augmentation:
         if not self._looks or count <= self.rows:  # nobody else in it
             return self.change(inputs)
         self._looks -= 1
-        stays = torch.arange(count) // self.rows % 2 == self._looks % 2
+        stays = self._chosen(count // self.rows).repeat_interleave(self.rows)
         others = pytree.tree_map_only(Tensor, lambda value: self._others_replaced(value, stays), inputs)
         before = own_states()
         made = self.change(inputs)
@@ -86,6 +87,10 @@ class Augmentation:
         set_own_states(after)
         self._require_apart(made, again, stays)
         return made
+
+    def _chosen(self, units: int) -> Tensor:
+        """Half of the units, drawn apart from the loop's random numbers; no fixed distance between units escapes it."""
+        return torch.from_numpy(self._random.permutation(units) < units // 2)
 
     def _others_replaced(self, value: Tensor, stays: Tensor) -> Tensor:
         """Units that do not stay become copies of a neighbour."""

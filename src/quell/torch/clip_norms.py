@@ -23,6 +23,7 @@ AUTOMATIC = "automatic"
 ClipNorm = float | str | Mapping[str, "float | str"]  # as the user gives it
 
 _STABILISER = 0.01  # γ, as in the paper
+_LEAST = 1e-30  # factor: floats below 1e-38 have fewer digits
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,17 @@ class Bounds:
 
 
 def clip_factors(norms: Tensor, bound: float | Bound) -> Tensor:
-    """What to multiply each unit's gradient with, given its norm, and 0 where that is not finite."""
+    """What to multiply each unit's gradient with, given its norm.
+
+    It is 0 where the norm is not finite, and for gradients so long that products with the factor would be rounded to
+    fewer digits than the bound allows for.
+    """
+    norms = norms * (1 + 1e-5)  # what is added is rounded too
     if isinstance(bound, Bound) and bound.automatic:
-        return (bound.norm / (norms + _STABILISER)).nan_to_num(nan=0.0)
-    most = bound.norm if isinstance(bound, Bound) else bound
-    return (most / (norms + 1e-6)).clamp(max=1.0).nan_to_num(nan=0.0)
+        factors = bound.norm / (norms + _STABILISER)
+    else:
+        factors = ((bound.norm if isinstance(bound, Bound) else bound) / (norms + 1e-6)).clamp(max=1.0)
+    return torch.where(factors >= _LEAST, factors, 0.0)  # a comparison with NaN is false
 
 
 Measured = list[tuple[Tensor, Bound]]  # the norms of the same units over the parameters of each bound

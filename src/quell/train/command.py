@@ -69,7 +69,6 @@ def train(
     runs: int = 1,
     baselines: bool = False,
     seed: int | None = None,
-    budget: Path | None = None,
     log: Path | None = None,
     batch_size: int | None = None,
     delta: float | None = None,
@@ -80,8 +79,6 @@ def train(
     `run` are the other arguments of `Run.from_data` that the file does not decide.
     """
     _check(folder, learning_rate, runs, seed)
-    if budget is not None and baselines:
-        raise QuellError("--budget counts private runs, and baselines are trained without privacy: drop --baselines")
     if log is not None and learning_rate is None:
         raise QuellError("--log needs --lr: without it, the number of trials is part of what the promise keeps secret")
     require_clip_norm(max_grad_norm)
@@ -94,7 +91,7 @@ def train(
     if learning_rate is None:
         search = tune(examples=count, trials=TRIALS, law=LAW, settings=len(GRID), progress=progress, **run)
     plan = search.plans[0] if search else make_plan(Run.from_data(examples=count, **run), progress)
-    recipe = Setting(plan, examples, model, max_grad_norm, seed, search, budget, log)
+    recipe = Setting(plan, examples, model, max_grad_norm, seed, search, log)
     arms = arms_of(plan, search) if baselines else [Arm("planned", plan.mechanism)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small matrices: threads that wait for each other cost more than they save

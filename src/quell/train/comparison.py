@@ -60,7 +60,6 @@ class Setting:
     max_grad_norm: float = 1.0
     seed: int | None = None  # makes runs repeatable and voids their privacy
     search: TuningPlan | None = None  # how private runs choose their learning rate; None: it is given
-    budget: Path | None = None  # which every private run is charged to, with its trials
     log: Path | None = None  # a folder with a log for every private run
 
     @property
@@ -187,7 +186,7 @@ def compare(
         """One private run: the best of its trials, with the promise of all of them in its report."""
         assert recipe.search is not None
         seed = None if recipe.seed is None else recipe.seed + number
-        search = Search(recipe.search, {"lr": rates}, budget=recipe.budget, seed=seed)
+        search = Search(recipe.search, {"lr": rates}, seed=seed)
         for place, trial in enumerate(search.trials()):
             found = trained(arm, trial.parameters["lr"], _SEARCH_SEEDS * (number + 1) + place, f"run {number + 1}")
             trial.report(validated(found), found)
@@ -239,7 +238,6 @@ class _Training:
                 recipe.max_grad_norm,
                 mechanism=arm.mechanism,
                 key=None if seed is None else _seeded(seed),
-                budget=recipe.budget if recipe.search is None else None,  # a search is charged as a whole
                 log=None if recipe.log is None else recipe.log / f"{arm.name.lower()}-{number + 1}",
             )
 

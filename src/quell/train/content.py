@@ -54,7 +54,6 @@ def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:
         test=tests,
         points=100 * counting.deviation(last) / tests,
         table=recipe.data.columns is not None,
-        budget=recipe.budget is not None,
     )
 
 

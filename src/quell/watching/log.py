@@ -213,6 +213,9 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise QuellError(f"{path} is damaged: choose the folder of another log") from problem
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("columns"), dict):
         raise QuellError(f"{path} is not the log of a run: make_private(..., log=...) makes one")
+    texts = [*found.values(), *found["columns"], *found["columns"].values()]
+    if not all(text.isprintable() for text in texts if isinstance(text, str)):  # it goes to a terminal
+        raise QuellError(f"{path} is damaged: choose the folder of another log")
     return found
 
 

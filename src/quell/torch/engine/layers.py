@@ -303,7 +303,7 @@ class LayerEngine(Engine):
                 continue
             norms = whole_norms(own.values()) * scale
             self.measured.append((norms, bound))
-            factors = clip_factors(norms * (1 + 1e-5), bound) * scale
+            factors = clip_factors(norms, bound) * scale
             if isinstance(present, Tensor) or present < units:
                 factors = factors * (torch.arange(units, device=factors.device) < present)
             sums |= self._sums_of(own, factors)

@@ -30,6 +30,7 @@ _ROOM = 1 << 24  # numbers that a CPU may keep in any case, because making gradi
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
 
 
+_FAR = 1e18
 _SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
 Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
@@ -92,7 +93,10 @@ class Outer:
             # the product of a norm whose squares underflow with a large one is of ordinary size.
             norms = [torch.linalg.vector_norm(values[:, 0], dim=1, dtype=torch.float64) for values in (self.g, self.a)]
             finest = torch.finfo(self.g.dtype).tiny * _unit(self.g)  # what entries below the normal ones are rounded to
-            return ((norms[0] + finest * self.g.shape[2] ** 0.5) * norms[1] * (1 + _unit(self.g))).float()
+            found = (norms[0] + finest * self.g.shape[2] ** 0.5) * norms[1] * (1 + _unit(self.g))
+            # Beside a longer factor, weighted entries of the other can be so small that rounding makes them larger.
+            # Norms by Gram matrices are not finite there either, because squares overflow.
+            return found.masked_fill(torch.maximum(*norms) > _FAR, torch.inf).float()
         if kernels.take(self.g, self.a):
             return kernels.gram_norms([(self.g, self.a)])[0]
         return gram_norms(wide(self.g), wide(self.a))
