@@ -112,9 +112,9 @@ def test_gram_matrices_are_added_up_in_short_sums(monkeypatch):
 
 def test_factors_of_norms_that_are_not_finite_are_zero():
     factors = clip_factors(torch.tensor([float("nan"), float("inf"), 4.0, 0.5]), 1.0)
-    torch.testing.assert_close(factors, torch.tensor([0.0, 0.0, 0.25, 1.0]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(factors, torch.tensor([0.0, 0.0, 0.25, 1.0]), rtol=2e-5, atol=0)
     factors = clip_factors(torch.tensor([float("nan"), float("inf"), 3.99, 0.0]), Bound(1.0, True, frozenset()))
-    torch.testing.assert_close(factors, torch.tensor([0.0, 0.0, 0.25, 100.0]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(factors, torch.tensor([0.0, 0.0, 0.25, 100.0]), rtol=2e-5, atol=0)
 
 
 # Pieces: what `sum` adds is never above what `norms` said
@@ -273,7 +273,7 @@ def test_the_smallest_numbers_of_a_precision(dtype, positions):
 @pytest.mark.parametrize("positions", [1, 2])
 @pytest.mark.parametrize("bound", [Bound(1.0, False, frozenset()), 1e-6, Bound(1.0, True, frozenset())], ids=str)
 def test_huge_inputs_do_not_lift_weighted_gradients_that_are_rounded(dtype, positions, bound):
-    """Weighted gradients below 1e-38 have few digits. Times an input of 1e38, what rounding added is of ordinary size."""
+    """Weighted gradients below 1e-38 have few digits, and an input of 1e38 makes what rounding added ordinary."""
     most = bound if isinstance(bound, float) else bound.norm
     added = []
     for size in 2.0 ** np.arange(20.0, 127.9, 0.7):
