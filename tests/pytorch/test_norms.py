@@ -272,14 +272,15 @@ def test_the_smallest_numbers_of_a_precision(dtype, positions):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("positions", [1, 2])
 @pytest.mark.parametrize("bound", [Bound(1.0, False, frozenset()), 1e-6, Bound(1.0, True, frozenset())], ids=str)
-def test_huge_inputs_do_not_lift_weighted_gradients_that_are_rounded(dtype, positions, bound):
+def test_huge_factors_do_not_lift_weighted_gradients_that_are_rounded(dtype, positions, bound):
     """Weighted gradients below 1e-38 have few digits, and an input of 1e38 makes what rounding added ordinary."""
     most = bound if isinstance(bound, float) else bound.norm
     added = []
-    for size in 2.0 ** np.arange(20.0, 127.9, 0.7):
-        g = torch.full((1, positions, 1024), 2.0**-13, dtype=dtype)
-        piece = Outer(g, torch.full((1, positions, 64), size, dtype=dtype))
-        added.append(float(piece.sum(clip_factors(piece.norms(), bound)).double().norm()))
+    for gradient in (-149.0, -140.0, -133.0, -120.0, -13.0, 50.0, 56.0):
+        for size in np.arange(20.0, 127.9, 0.7):
+            g = torch.full((1, positions, 1024), 2.0**gradient, dtype=dtype)
+            piece = Outer(g, torch.full((1, positions, 64), 2.0**size, dtype=dtype))
+            added.append(float(piece.sum(clip_factors(piece.norms(), bound)).double().norm()))
     assert 0.99 * most < max(added) <= most
 
 
