@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes and devices by
 READERS = {
     "plan": quell.verify,
     "load": quell.Plan.load,
-    "data": lambda path: data.load(path, validate=False),
+    "data": lambda path: data.load(path, data.Known(classes="2"), validate=False),
     "key": Key.load,
 }
 
@@ -46,7 +46,7 @@ def test_pipes_and_devices_are_refused(reader, kind, request):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", sorted(READERS.keys() - {"data"}))  # which may be a folder of arrays
 def test_folders_are_refused(reader, tmp_path):
     with pytest.raises(QuellError, match="cannot read"):
         READERS[reader](tmp_path)
@@ -117,4 +117,4 @@ def test_no_damage_to_an_archive_escapes(compressed, tmp_path):
         stored = cache._load(path, "q")
         assert stored is None or np.array_equal(stored[0], array)
         with suppress(QuellError):
-            data.load(path, validate=False)
+            data.load(path, data.Known(classes="2"), validate=False)

@@ -62,7 +62,7 @@ def wrapped(text: str, columns: int) -> str:
 def say_written(paths: Sequence[Path | None]) -> None:
     for path in paths:
         if path is not None:
-            say(f"Written: {path}")
+            console.print(f"Written: {path}", highlight=False, markup=False, soft_wrap=True)  # a path to copy, whole
 
 
 def print_json(content: Any) -> None:
