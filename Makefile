@@ -20,7 +20,7 @@ $(AXE): $(STAMP)
 	  && touch axe.min.js || echo "axe-core cannot be had from npm: accessibility tests are skipped"
 
 test: lint $(AXE)  ## linters, types, layering, tests and doctests (a few minutes)
-	$(BIN)/python -m pytest -n auto -m 'not slow'
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
 
 test-all: lint $(AXE)  ## the same with the slow reproductions, and beside other libraries
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,peers]'

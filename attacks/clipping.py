@@ -138,7 +138,7 @@ MODELS: Models = {  # and the shape of one input; () for a row of five token num
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)), (6,)),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), (6,)),
 }
-INPUTS = ("plain", "outlier", "enormous", "tiny", "subnormal", "cancelling", "not finite", "zero")
+INPUTS = ("plain", "outlier", "enormous", "largest", "tiny", "subnormal", "cancelling", "not finite", "zero")
 
 
 def attack(count: int, seed: int, workers: int = 1) -> list[Outcome]:
@@ -192,9 +192,13 @@ def _data(shape: tuple[int, ...], kind: str, random: np.random.Generator) -> tup
     x[1] *= factor
     if kind == "not finite":
         x[1].view(-1)[0] = float(random.choice([np.nan, np.inf]))
+    if kind == "largest":  # floats have no digits to spare at the other end either
+        x[1] = x[1].sign() * 2.0 ** float(random.uniform(110, 127.9))
     if kind == "cancelling":
         x[1] = 3e4 + x[1] * 1e-3
-    return x, torch.full((BATCH,), float(random.choice([1e-3, 1.0, 1e4])))
+    return x, torch.full(
+        (BATCH,), float(random.choice([1e-3, 1.0, 1e4] if kind != "largest" else [1e-38, 1e-20, 1e-3]))
+    )
 
 
 def _without(data: tuple[Any, Any], number: int) -> tuple[Any, Any]:

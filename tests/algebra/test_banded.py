@@ -79,6 +79,7 @@ def test_products_are_those_of_dense_matrices(shape):
     np.testing.assert_allclose(banded.to_dense(product), expected, atol=1e-14)
 
 
+@pytest.mark.slow
 @given(shapes, st.integers(1, 9))
 def test_query_variances_are_those_of_dense_matrices(shape, terms):
     n, width, _, seed = shape
@@ -287,6 +288,7 @@ print(hashlib.sha256(strategy.tobytes() + str(how.loss).encode()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_threads():
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
     answers = {

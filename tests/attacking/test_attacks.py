@@ -16,6 +16,7 @@ def assert_unbroken(outcomes: list[Outcome], at_least: int) -> None:
     assert not [flaw for outcome in outcomes for flaw in outcome.breaks]
 
 
+@pytest.mark.slow  # make attack tries more of them
 def test_prices_fast():
     assert_unbroken(pricing.attack(20, seed=1, shares=FAST), 20)
 
@@ -32,6 +33,7 @@ def test_noise_fast():
     assert_unbroken(noise.attack(6, seed=1), 6)
 
 
+@pytest.mark.slow
 def test_audit_fast():
     assert_unbroken(audit.attack(2, seed=1, examples=60_000), 2)
 

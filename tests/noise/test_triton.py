@@ -107,8 +107,8 @@ def test_draws_equal_the_reference(generator: str, seeded: Seeded) -> None:
     [
         ("lambda_cgd", "chacha20"),
         pytest.param("band", "chacha20", marks=pytest.mark.slow),
-        ("bisr normalised", "philox"),
-        ("bsr normalised", "philox"),
+        pytest.param("bisr normalised", "philox", marks=pytest.mark.slow),
+        pytest.param("bsr normalised", "philox", marks=pytest.mark.slow),
         ("band", "philox"),
         ("two exponentials", "philox"),
         ("tree", "philox"),
@@ -127,7 +127,7 @@ def test_recurrences_equal_the_cpu_engine(case: str, generator: str, seeded: See
         np.testing.assert_allclose(kept.numpy(), expected, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_is_loaded_ahead_changes_no_bit(ahead: int, seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rows than the ring keeps, and all of them."""
     recipe, shards, key = spec("band").recipe(), (Shard(0, 500, 524),), seeded(47)
