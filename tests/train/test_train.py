@@ -198,7 +198,8 @@ def test_the_search_is_inside_the_promise_and_keeps_its_scores(file, tmp_path, m
     report = json.loads((tmp_path / "out" / "privacy.json").read_text())
     assert (report["epsilon_at_the_end"], report["epsilon_so_far"]) == (8.0, 8.0)
     assert "best of a random number of runs" in report["search"]
-    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    plan = json.loads((tmp_path / "out" / "trial-plan.json").read_text())
+    assert not (tmp_path / "out" / "plan.json").exists()
     kind = certified(plan["run"], plan["mechanisms"][0])
     assert plan["run"]["promise"]["epsilon"] < 7.0
     assert 7.7 < search_claim(Trials(3.0), [kind], 1e-3).epsilon <= 8.0

@@ -62,7 +62,7 @@ def train(
     except ModuleNotFoundError as missing:
         raise _needs(missing) from missing
 
-    folder = command.Folder(out or Path(f"{file.resolve().stem}-private"), plot)
+    folder = command.Folder(out or Path(f"{file.resolve().stem}-private"), plot, searches=lr is None)
     with terminal.progress() as advance:
         found = command.train(
             file,

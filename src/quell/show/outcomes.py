@@ -10,6 +10,8 @@ from quell.show.words import counted, describe_run, level, noise
 if TYPE_CHECKING:
     from quell.run import Run
 
+TRIAL_PLAN = "trial-plan.json"  # the plan that `quell train` saves where it searched for a learning rate
+
 
 def audited(found: Mapping[str, Any]) -> str:
     """What an audit found, in sentences."""
@@ -78,7 +80,8 @@ def training_notes(
             f"Learning rates were chosen on {validation:,} examples held out from training{protected}."
             f"{' All rows choose from the same grid.' if compared else ''} Each private run is the best of a random "
             "number of trials. The promise covers all of them, as long as their number, their scores and the other "
-            "models stay secret. A saved plan is that of one trial."
+            f"models stay secret. {TRIAL_PLAN} is the plan of one trial, whose own ε is smaller than the promise. What "
+            "is said about attacks on a search follows from (ε, δ) alone and is loose: with --lr it is tighter."
         )
     protected = (
         ""
