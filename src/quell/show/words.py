@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from quell.errors import at_least
 from quell.run import DEFAULT_OBJECTIVE, OBJECTIVES
 from quell.strategy import INDEPENDENT
+from quell.strategy.family import HORIZON
 from quell.strategy.spelling import spelled
 
 if TYPE_CHECKING:
@@ -307,6 +308,13 @@ def learning_rate(plan: Plan, answers: Answers) -> list[str]:
         f"This noise cancels from step to step: start from about {answers.learning_rate:.2g} times the learning rate "
         "of DP-SGD (predicted; docs/learning-rates.md says how well)."
     ]
+
+
+def other_designs(mechanism: Mechanism) -> str | None:
+    """That a named mechanism was built with one of several possible designs, if nobody named its horizon."""
+    if HORIZON not in mechanism.family.optional or HORIZON in mechanism.strategy.parameters:
+        return None
+    return "No h was named, so this design looks back over the whole run. A search without --mechanism tries others."
 
 
 def next_lines(saved: Path | None) -> list[str]:
