@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _CHANGES = {"epochs": "Twice the epochs", "batch_size": "Batches twice as large"}
 NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
 MORE = "Why this one, what would change it, and what all words mean: --explain."
+_SAME_RATE = 0.1  # learning rates that differ by less are called the same
 _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -303,10 +304,12 @@ def learning_rate(plan: Plan, answers: Answers) -> list[str]:
     if plan.mechanism.family is INDEPENDENT:
         return []
     if answers.learning_rate is None:
-        return ["This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate of DP-SGD."]
+        return ["This noise cancels from step to step, so it usually wants 1 to 10 times the learning rate of DP-SGD."]
+    same = abs(answers.learning_rate - 1) <= _SAME_RATE
+    rate = "the same learning rate as" if same else f"about {answers.learning_rate:.2g} times the learning rate of"
     return [
-        f"This noise cancels from step to step: start from about {answers.learning_rate:.2g} times the learning rate "
-        "of DP-SGD (predicted; docs/learning-rates.md says how well)."
+        f"This noise cancels from step to step: start from {rate} DP-SGD (predicted; docs/learning-rates.md says how "
+        "well)."
     ]
 
 
@@ -336,6 +339,7 @@ def python_lines(saved: str, users: bool = False) -> list[str]:
         f"plan = quell.Plan.load({saved!r})",
         "model, optimizer, loader = quell.torch.make_private(",
         f"    model, optimizer, data, plan,{whose} max_grad_norm=1.0, key='run.key')",
+        "step = quell.torch.load_checkpoint('run.pt', model, optimizer, loader)",
     ]
 
 
