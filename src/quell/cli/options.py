@@ -175,7 +175,7 @@ def require(command: str, given: Given) -> Given:
     return given
 
 
-_ARGUMENTS = {"mechanism": "a mechanism"}  # which have no flag
+_ARGUMENTS = {"mechanism": "a mechanism", "second": "a second plan file"}  # which have no flag
 
 
 def flag(name: str) -> str:
