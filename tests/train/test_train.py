@@ -6,6 +6,7 @@ import json
 import runpy
 import shlex
 import tempfile
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,9 @@ def test_train_shows_three_rows_and_writes_what_a_colleague_needs(file, tmp_path
     assert json.loads((out / "plan.json").read_text())["run"]["examples"] == 150
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "page.html").read_text()
+    assert f"<title>data.npz, trained with Quell on {date.today()}</title>" in page
+    assert "200 examples: 150 to train, 50 to test." in page
+    assert "Promise of the planned run: (8, 0.001)-DP" in page.split("<noscript>")[1].split("</noscript>")[0]
     assert "Whatever anyone concludes from the trained model" in page
     assert "The best attack on who was in the data finds at most" in page
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from quell.show.words import counted, describe_run, level, noise
@@ -32,9 +33,29 @@ def audited(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def training(run: Run, compared: bool) -> str:
+def training_title(file: str, target: str | None, day: date) -> str:
+    """
+    >>> training_title("patients.csv", "outcome", date(2026, 5, 1)), training_title("data.npz", None, date(2026, 5, 1))
+    ('patients.csv: outcome, trained with Quell on 2026-05-01', 'data.npz, trained with Quell on 2026-05-01')
+    """
+    file = file if file.isprintable() else ascii(file)
+    return f"{file}{'' if target is None else f': {target}'}, trained with Quell on {day.isoformat()}"
+
+
+def training(run: Run, compared: bool, table: bool, parts: Mapping[str, int]) -> str:
+    """The run in sentences; `parts` says how many rows, or examples, were for what."""
+    used = ", ".join(f"{count:,} to {what}" for what, count in parts.items() if count)
     each = " The target holds for each private row by itself." if compared else ""
-    return f"{describe_run(run)} Momentum {run.optimizer.momentum:g}.{each}"
+    return (
+        f"{counted(sum(parts.values()), 'row' if table else 'example')}: {used}. {describe_run(run)} Momentum "
+        f"{run.optimizer.momentum:g}.{each}"
+    )
+
+
+def training_lines(found: Mapping[str, Any]) -> list[str]:
+    """What is said below the table of a training, whose content `quell.train.content` makes."""
+    lines = (found["verdict"], f"Promise of the planned run: {found['promise']}.", *found["notes"])
+    return [line for line in lines if line is not None]
 
 
 def verdict(planned: Sequence[float], dpsgd: Sequence[float]) -> str:

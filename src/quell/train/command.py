@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quell.planning import make_plan
 from quell.planning.search import Progress
 from quell.run import Run
 from quell.show import plots, words
-from quell.show.outcomes import TRIAL_PLAN
+from quell.show.outcomes import TRIAL_PLAN, training_title
 from quell.train import data, models, saved
 from quell.train.comparison import GRID, LAW, TRIALS, Arm, Outcome, Setting, arms_of, compare
 from quell.train.content import content_of, write_page
@@ -103,7 +104,8 @@ def train(
             outcomes = compare(recipe, arms, runs, learning_rate, progress, finished)
     finally:
         torch.set_num_threads(threads)
-    content = content_of(recipe, outcomes)
+    target = None if known is None else known.target
+    content = content_of(training_title(path.resolve().name, target, date.today()), recipe, outcomes)
     if delta is None:
         content["notes"].append(words.usual_delta(recipe.run))
     _write(folder, recipe, outcomes[-1], content)
