@@ -40,7 +40,7 @@ Each step's noise partly cancels that of earlier steps. Far less of it stays in 
 
   quell plan --examples 50k --batch-size 500 --epochs 10 --epsilon 8
   quell plan ... --save plan.json --html plan.html
-  quell plan ... --mechanism 'bisr* p=16' --save other.json
+  quell plan ... --mechanism 'bisr p=16' --save other.json
   quell diff plan.json other.json
   quell verify plan.json
 

@@ -35,7 +35,7 @@ def plan(
     objective: Annotated[str | None, goal(f"{GOALS} Default: {DEFAULT_OBJECTIVE}, or rmse with --target-rmse.")] = None,
     mechanism: Annotated[
         str | None,
-        goal("Certify a row of the table instead of searching: 'bisr* p=16'.", autocompletion=mechanism_names),
+        goal("Certify a row of the table instead of searching: 'blt d=2 h=88'.", autocompletion=mechanism_names),
     ] = None,
     target_rmse: Annotated[
         float | None, goal("Find the smallest epsilon with this RMSE, from --epsilon on.", **options.NUMBER)
