@@ -20,6 +20,7 @@ from quell.run import Run
 from quell.schemes import BEST, FIXED, named
 from quell.show import plots, tables, words
 from quell.show.limits import limit_sentences, limits_table
+from quell.show.lines import next_lines
 
 _DEVICES = f"{', '.join(DEVICES)}, or measured"
 
@@ -123,7 +124,7 @@ def plan(
         terminal.say(words.usual_delta(run))
     terminal.say_written([save, plot, html])
     if not run.user_level:
-        for line in words.next_lines(save):
+        for line in next_lines(save):
             terminal.say(line)
 
 
