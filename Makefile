@@ -41,7 +41,7 @@ demo: $(STAMP)  ## train on digits without privacy, with DP-SGD and as planned; 
 	$(BIN)/python examples/digits.py demo/digits.npz
 	rm -rf demo/digits-private
 	$(BIN)/quell train demo/digits.npz --classes 10 --epochs 5 --batch-size 24 --epsilon 8 --delta 1e-4 --baselines --runs 3 --seed 0 --out demo/digits-private --plot demo/training.png
-	$(BIN)/quell verify demo/digits-private/plan.json
+	$(BIN)/quell verify demo/digits-private/trial-plan.json
 	@echo "Look at demo/digits-private/page.html and demo/training.png"
 
 bench: $(STAMP)

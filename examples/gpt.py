@@ -54,7 +54,6 @@ def main(file: str | None = None) -> float:
         batch_size=24 if small else max(1, len(lines) // 50),
         epochs=2 if small else 20,
         epsilon=8,
-        delta=0.1 / len(lines),
         optimizer="adamw",
         sampling="cyclic" if small else "best",
     )

@@ -39,7 +39,6 @@ def main(file: str | None = None) -> float:
         batch_size=max(1, users // 20),
         epochs=2 if small else 10,
         epsilon=8,
-        delta=1e-3 if small else 0.1 / users,
         sampling="cyclic" if small else "best",
     )
     model = nn.Sequential(nn.Linear(x.shape[1], 32), nn.ReLU(), nn.Linear(32, 2))

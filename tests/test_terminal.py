@@ -153,6 +153,7 @@ def test_what_is_no_count_is_refused(text):
         (["plan", "--steps", "40"], ["--examples (or --users)", "--epsilon"]),
         (["price"], ["a mechanism", "--epochs", "--epsilon", "--examples (or --users)", "--batch-size"]),
         (["compare", "blt", "--steps", "9"], ["--epochs", "--epsilon", "--delta"]),
+        (["diff", "plan.json"], ["a second plan file"]),
         (["tune"], ["--examples", "--batch-size", "--epochs", "--epsilon"]),
         (["budget", "init", "x"], ["--name", "--epsilon", "--delta"]),
     ],

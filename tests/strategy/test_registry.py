@@ -63,7 +63,7 @@ def test_the_smallest_runs_work(name, n):
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("bssr", {}, "there is no mechanism 'bssr'"),
+        ("bssr", {}, "there is no mechanism 'bssr', perhaps bsr: choose one of"),
         ("bisr", {}, "bisr needs bands: for example bands=16"),
         ("bisr", {"bands": 0}, "bands=0 must be a whole number of at least 1"),
         ("bisr", {"bands": 2.5}, "bands=2.5 must be a whole number"),

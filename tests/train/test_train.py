@@ -6,6 +6,7 @@ import json
 import runpy
 import shlex
 import tempfile
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,9 @@ def test_train_shows_three_rows_and_writes_what_a_colleague_needs(file, tmp_path
     assert json.loads((out / "plan.json").read_text())["run"]["examples"] == 150
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "page.html").read_text()
+    assert f"<title>data.npz, trained with Quell on {date.today()}</title>" in page
+    assert "200 examples: 150 to train, 50 to test." in page
+    assert "Promise of the planned run: (8, 0.001)-DP" in page.split("<noscript>")[1].split("</noscript>")[0]
     assert "Whatever anyone concludes from the trained model" in page
     assert "The best attack on who was in the data finds at most" in page
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
@@ -198,7 +202,8 @@ def test_the_search_is_inside_the_promise_and_keeps_its_scores(file, tmp_path, m
     report = json.loads((tmp_path / "out" / "privacy.json").read_text())
     assert (report["epsilon_at_the_end"], report["epsilon_so_far"]) == (8.0, 8.0)
     assert "best of a random number of runs" in report["search"]
-    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    plan = json.loads((tmp_path / "out" / "trial-plan.json").read_text())
+    assert not (tmp_path / "out" / "plan.json").exists()
     kind = certified(plan["run"], plan["mechanisms"][0])
     assert plan["run"]["promise"]["epsilon"] < 7.0
     assert 7.7 < search_claim(Trials(3.0), [kind], 1e-3).epsilon <= 8.0

@@ -15,10 +15,12 @@ from quell.show.differences import difference_table, sentences
 
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan written by quell plan --save.")],
-    second: Annotated[Path, typer.Argument(help="Another plan.")],
+    second: Annotated[Path | None, typer.Argument(help="Another plan. Required.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Say what differs between two plans: promise, noise, error, memory and cost. Both are verified first."""
+    options.require("diff", {"second": second})
+    assert second is not None
     with terminal.progress() as advance:
         plans = []
         for done, path in enumerate((first, second)):

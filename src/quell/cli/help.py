@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 _RUN = "--examples 50k --batch-size 500 --epochs 10 --epsilon 8"
 EXAMPLES = {
     "plan": [f"quell plan {_RUN}", f"quell plan {_RUN} \\\n    --save plan.json --html plan.html"],
-    "price": [f"quell price 'blt d=2' \\\n    {_RUN} \\\n    --save plan.json"],
+    "price": [f"quell price 'blt d=2 h=88' \\\n    {_RUN} \\\n    --save plan.json"],
     "compare": [f"quell compare blt --buffers 1,2,4 \\\n    {_RUN}"],
     "diff": ["quell diff plan.json other.json"],
     "verify": ["quell verify plan.json"],

@@ -64,7 +64,7 @@ def _scheme_names(incomplete: str) -> list[str]:
     return [name for name in (*SCHEMES, "best") if name.startswith(incomplete)]
 
 
-_MECHANISM = "A mechanism's name (see quell mechanisms), or a row of a table: 'blt d=2'. Required."
+_MECHANISM = "A mechanism's name (see quell mechanisms), or a row of a table: 'blt d=2 h=88'. Required."
 MechanismName = Annotated[str | None, typer.Argument(help=_MECHANISM, autocompletion=mechanism_names)]
 EPSILON = "Privacy budget epsilon. Smaller is more private; 1 to 10 is common."
 Epsilon = Annotated[float | None, the_run(f"{EPSILON} Required.", **NUMBER)]
@@ -175,7 +175,7 @@ def require(command: str, given: Given) -> Given:
     return given
 
 
-_ARGUMENTS = {"mechanism": "a mechanism"}  # which have no flag
+_ARGUMENTS = {"mechanism": "a mechanism", "second": "a second plan file"}  # which have no flag
 
 
 def flag(name: str) -> str:

@@ -20,6 +20,7 @@ from quell.run import Run
 from quell.schemes import BEST, FIXED, named
 from quell.show import plots, tables, words
 from quell.show.limits import limit_sentences, limits_table
+from quell.show.lines import next_lines
 
 _DEVICES = f"{', '.join(DEVICES)}, or measured"
 
@@ -35,7 +36,7 @@ def plan(
     objective: Annotated[str | None, goal(f"{GOALS} Default: {DEFAULT_OBJECTIVE}, or rmse with --target-rmse.")] = None,
     mechanism: Annotated[
         str | None,
-        goal("Certify this one instead of searching: a row of the table, 'blt d=2'.", autocompletion=mechanism_names),
+        goal("Certify a row of the table instead of searching: 'blt d=2 h=88'.", autocompletion=mechanism_names),
     ] = None,
     target_rmse: Annotated[
         float | None, goal("Find the smallest epsilon with this RMSE, from --epsilon on.", **options.NUMBER)
@@ -117,11 +118,13 @@ def plan(
         terminal.console.print(limits_table(found))
         for sentence in limit_sentences(found):
             terminal.say(sentence)
+    if mechanism is not None and (other := words.other_designs(chosen.mechanism)) is not None:
+        terminal.say(other)
     if given["delta"] is None:
         terminal.say(words.usual_delta(run))
     terminal.say_written([save, plot, html])
     if not run.user_level:
-        for line in words.next_lines(save):
+        for line in next_lines(save):
             terminal.say(line)
 
 

@@ -13,6 +13,7 @@ from quell.cli.options import output, stated, training
 from quell.errors import QuellError
 from quell.files import require_writable
 from quell.show import tables
+from quell.show.outcomes import training_lines
 
 _FILE = "A .csv or .tsv table; or arrays x and y (and x_test, y_test), in an .npz file or a folder of .npy files."
 _CLASSES = "The classes, separated by commas; for arrays also how many. Taken for public."
@@ -62,7 +63,7 @@ def train(
     except ModuleNotFoundError as missing:
         raise _needs(missing) from missing
 
-    folder = command.Folder(out or Path(f"{file.resolve().stem}-private"), plot)
+    folder = command.Folder(out or Path(f"{file.resolve().stem}-private"), plot, searches=lr is None)
     with terminal.progress() as advance:
         found = command.train(
             file,
@@ -89,9 +90,8 @@ def train(
         return
     terminal.say(found["setup"])
     terminal.console.print(tables.training_table(found["arms"]))
-    for line in (found["verdict"], f"Promise of the planned run: {found['promise']}.", *found["notes"]):
-        if line is not None:
-            terminal.say(line)
+    for line in training_lines(found):
+        terminal.say(line)
     terminal.say_written(folder.files)
 
 

@@ -31,6 +31,8 @@ def verify(
     else:
         terminal.say(f"{file}: all {len(checks)} claims hold.")
         if plan is not None and meaning is not None:
+            protected = words.whom(plan.run.drawn, plan.run.promise.unit)
+            terminal.say(f"Promise: {words.promise(plan.mechanism.guarantee, protected)}.")
             terminal.say(words.attacker(meaning, plan.run.promise.unit))
     if false:
         raise typer.Exit(1)

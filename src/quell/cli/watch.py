@@ -33,7 +33,7 @@ def watch(
     stay = terminal.console.is_terminal and not (once or as_json)
 
     def look() -> dict[str, object]:
-        content = watch_content(str(folder), follower.about, follower.rows)
+        content = watch_content(str(follower.folder), follower.about, follower.rows)
         if html is not None:
             page.write(watch_page(content, _RELOAD if stay else None), html, owner_only=bool(content["not_private"]))
         return content

@@ -108,12 +108,10 @@ class ReleaseGuard:
             )
         if any(found != digest for found in witnesses):
             raise QuellError(
-                f"step {step:,} was released before and would now be released with other gradients or other noise, "
-                "which would give both away, so nothing was released: load model, optimizer and loader of one "
-                "checkpoint before the first step (without a checkpoint: set the same seeds before building the model) "
-                "and run the same code on the same data, devices and number of processes, with random numbers from "
-                "torch's, NumPy's and Python's global generators only and torch.use_deterministic_algorithms(True) on "
-                "a GPU; or start a new run with a new key"
+                f"load the checkpoint first (docs/resume.md): step {step:,} was released before and would now be "
+                "released with other gradients or other noise, which would give both away, so nothing was released; "
+                "without a checkpoint set the same seeds before building the model, with one see there what cannot be "
+                "repeated, or start a new run with a new key"
             )
 
     def _digest(self, *parts: bytes) -> bytes:

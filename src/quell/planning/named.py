@@ -23,7 +23,7 @@ def named_plan(run: Run, mechanism: str, /, progress: Progress | None = None, **
 
     Args:
         run: What is trained and promised.
-        mechanism: The mechanism as tables show it, such as "blt d=2", or a family's name.
+        mechanism: The mechanism as tables show it, such as "bisr* p=16", or a family's name.
         progress: Called with (done, total, what) before each of the two parts.
         parameters: The family's parameters, where the text has none.
 

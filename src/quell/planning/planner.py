@@ -193,7 +193,7 @@ def plan(*, mechanism: str | None = None, progress: Progress | bool | None = Non
     """Compare mechanisms for a training run and recommend one, or certify the one that you name.
 
     Args:
-        mechanism: A mechanism as tables show it, such as "blt d=2": nothing is searched, and the plan is of this one.
+        mechanism: A mechanism as tables show it, such as "bisr* p=16": nothing is searched, the plan is of this one.
         progress: True for a progress bar, in a terminal or a notebook; or what is called with (done, total, what).
         arguments: The run, as `quell.Run.from_data` takes it: `examples`, `batch_size`, `epochs`, `epsilon` and
             `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `ema`, `optimizer`, `betas`,

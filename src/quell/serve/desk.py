@@ -73,7 +73,7 @@ def read_question(query: str, fixed: Run) -> Question:
     if kind not in _KINDS:
         raise QuellError(f"kind={kind[:40]!r} must be {', '.join(_KINDS[:-1])} or {_KINDS[-1]}")
     if (kind == "certify") != bool(mechanism) or len(mechanism) > _LONGEST:
-        raise QuellError("kind=certify goes with a mechanism, such as mechanism=blt d=2, and nothing else does")
+        raise QuellError("kind=certify goes with a mechanism, such as mechanism=blt d=2 h=88, and nothing else does")
     changes: dict[str, Any] = {}
     for name, text in given.items():
         if name == "optimizer":

@@ -101,7 +101,8 @@ def search_covered(search: TuningPlan) -> str:
         return f"the promise covers {words.counted(int(search.mean), 'run')}, all of which may be released"
     return (
         f"this run is the best of a random number of runs ({search.law}, {search.mean:g} on average), and the "
-        "promise covers all of them as long as the others, their scores and their number stay secret"
+        "promise covers all of them as long as the others, their scores and their number stay secret. The rates of the "
+        "best attack follow from (ε, δ) alone here, and are loose: a single run has tighter ones"
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from quell.show.words import counted, describe_run, level, noise
 
 if TYPE_CHECKING:
     from quell.run import Run
+
+TRIAL_PLAN = "trial-plan.json"  # the plan that `quell train` saves where it searched for a learning rate
 
 
 def audited(found: Mapping[str, Any]) -> str:
@@ -30,9 +33,29 @@ def audited(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def training(run: Run, compared: bool) -> str:
+def training_title(file: str, target: str | None, day: date) -> str:
+    """
+    >>> training_title("patients.csv", "outcome", date(2026, 5, 1)), training_title("data.npz", None, date(2026, 5, 1))
+    ('patients.csv: outcome, trained with Quell on 2026-05-01', 'data.npz, trained with Quell on 2026-05-01')
+    """
+    file = file if file.isprintable() else ascii(file)
+    return f"{file}{'' if target is None else f': {target}'}, trained with Quell on {day.isoformat()}"
+
+
+def training(run: Run, compared: bool, table: bool, parts: Mapping[str, int]) -> str:
+    """The run in sentences; `parts` says how many rows, or examples, were for what."""
+    used = ", ".join(f"{count:,} to {what}" for what, count in parts.items() if count)
     each = " The target holds for each private row by itself." if compared else ""
-    return f"{describe_run(run)} Momentum {run.optimizer.momentum:g}.{each}"
+    return (
+        f"{counted(sum(parts.values()), 'row' if table else 'example')}: {used}. {describe_run(run)} Momentum "
+        f"{run.optimizer.momentum:g}.{each}"
+    )
+
+
+def training_lines(found: Mapping[str, Any]) -> list[str]:
+    """What is said below the table of a training, whose content `quell.train.content` makes."""
+    lines = (found["verdict"], f"Promise of the planned run: {found['promise']}.", *found["notes"])
+    return [line for line in lines if line is not None]
 
 
 def verdict(planned: Sequence[float], dpsgd: Sequence[float]) -> str:
@@ -78,7 +101,8 @@ def training_notes(
             f"Learning rates were chosen on {validation:,} examples held out from training{protected}."
             f"{' All rows choose from the same grid.' if compared else ''} Each private run is the best of a random "
             "number of trials. The promise covers all of them, as long as their number, their scores and the other "
-            "models stay secret. A saved plan is that of one trial."
+            f"models stay secret. {TRIAL_PLAN} is the plan of one trial, whose own ε is smaller than the promise. What "
+            "is said about attacks on a search follows from (ε, δ) alone and is loose: with --lr it is tighter."
         )
     protected = (
         ""

@@ -166,7 +166,7 @@ def draw_training(content: dict[str, Any], path: str | Path) -> None:
     for axes in (noise, accuracy):
         axes.legend(fontsize="small")
         _finish(axes)
-    figure.suptitle(content["setup"], fontsize="medium")
+    figure.suptitle(content["setup"], fontsize="medium", wrap=True)
     _save(figure, path)
 
 

@@ -19,6 +19,18 @@ _NEIGHBOURS = {
 }
 
 
+_HIDDEN = "What must stay hidden"
+
+
+def hidden(sampling: str, unit: str) -> str:
+    """What nobody may see who should learn nothing, where batches are drawn of `unit`."""
+    secret = f", and which {unit}s were in which batch" if SCHEMES[sampling].amplifies else ""
+    return (
+        f"The secret key of the noise and the gradients before noise is added{secret}: from everyone who should learn "
+        "nothing."
+    )
+
+
 def promised(epsilon: float, delta: float, unit: str, meaning: Meaning | None) -> dict[str, str]:
     """What a promise says about any one unit, and what it means to an attacker, where that was asked."""
     return {
@@ -54,7 +66,6 @@ def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, s
         protected = f"Each single user, with all their examples, however many these are. {neighbours}"
     else:
         protected = f"Each single example. {neighbours} A person who contributed several examples is protected less."
-    secret = f", and which {plan.run.drawn}s were in which batch" if plan.mechanism.scheme.amplifies else ""
     return {
         **promised(guarantee.epsilon, guarantee.delta, unit, meaning),
         "Who is protected": protected,
@@ -62,8 +73,7 @@ def privacy_statement(plan: Plan, meaning: Meaning | None = None) -> dict[str, s
         f"(Scheme: {guarantee.sampling}.)",
         "What an adversary may see": "Every noisy update and every intermediate model, this plan, the code, and all "
         f"{'other examples' if unit == 'example' else 'data of other users'}.",
-        "What must stay hidden": "The secret key of the noise and the gradients before noise is added"
-        f"{secret}: from everyone who should learn nothing.",
+        _HIDDEN: hidden(guarantee.sampling, plan.run.drawn),
         "What training must do": f"Clip what each {unit} contributes to a step, and add the planned noise to every "
         f"step: noise multiplier {words.noise(plan.mechanism.noise_multiplier)} times the clip norm, correlated as "
         f"{words.label(plan.mechanism)} prescribes. quell verify recomputes these numbers from a saved plan.",
@@ -94,6 +104,7 @@ def report_markdown(report: PrivacyReport) -> str:
         "clipping": f"what {report.unit} adds to a step is clipped to norm {report.max_grad_norm:g}; sums are divided "
         f"by {report.expected_batch_size:g}",
         "best attack": words.attacker(report.meaning, report.unit.split()[1]),
+        _HIDDEN.lower(): hidden(report.sampling, report.unit.split()[1]),
         "bound": report.bound + (f" ({words.failure(chance)})" if chance else ""),
         "key": report.key,
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),

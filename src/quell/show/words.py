@@ -6,12 +6,12 @@ in one way. Nothing is computed here and no sentence is taken apart again elsewh
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quell.errors import at_least
 from quell.run import DEFAULT_OBJECTIVE, OBJECTIVES
 from quell.strategy import INDEPENDENT
+from quell.strategy.family import HORIZON
 from quell.strategy.spelling import spelled
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _CHANGES = {"epochs": "Twice the epochs", "batch_size": "Batches twice as large"}
 NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
 MORE = "Why this one, what would change it, and what all words mean: --explain."
+_SAME_RATE = 0.1  # learning rates that differ by less are called the same
 _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -302,33 +303,20 @@ def learning_rate(plan: Plan, answers: Answers) -> list[str]:
     if plan.mechanism.family is INDEPENDENT:
         return []
     if answers.learning_rate is None:
-        return ["This noise cancels from step to step, so it usually wants 3 to 10 times the learning rate of DP-SGD."]
+        return ["This noise cancels from step to step, so it usually wants 1 to 10 times the learning rate of DP-SGD."]
+    same = abs(answers.learning_rate - 1) <= _SAME_RATE
+    rate = "the same learning rate as" if same else f"about {answers.learning_rate:.2g} times the learning rate of"
     return [
-        f"This noise cancels from step to step: start from about {answers.learning_rate:.2g} times the learning rate "
-        "of DP-SGD (predicted; docs/learning-rates.md says how well)."
+        f"This noise cancels from step to step: start from {rate} DP-SGD (predicted; docs/learning-rates.md says how "
+        "well)."
     ]
 
 
-def next_lines(saved: Path | None) -> list[str]:
-    """How to train with a plan, to be pasted; `saved` is the plan's file, if there is one."""
-    load, *lines = python_lines(str(saved or "plan.json"))
-    return [
-        "Next: train it. docs/learning-rates.md says how to choose lr and max_grad_norm.",
-        f"  {load}" + ("" if saved else "  # from quell plan ... --save plan.json"),
-        *(f"  {line}" for line in lines),
-        "With Hugging Face:",
-        "  quell.torch.huggingface.PrivateTrainer(model, args, plan=plan, ...)",
-    ]
-
-
-def python_lines(saved: str, users: bool = False) -> list[str]:
-    """Python that trains with a plan file, for a program that has imported quell."""
-    whose = " users=ids," if users else ""
-    return [
-        f"plan = quell.Plan.load({saved!r})",
-        "model, optimizer, loader = quell.torch.make_private(",
-        f"    model, optimizer, data, plan,{whose} max_grad_norm=1.0, key='run.key')",
-    ]
+def other_designs(mechanism: Mechanism) -> str | None:
+    """That a named mechanism was built with one of several possible designs, if nobody named its horizon."""
+    if HORIZON not in mechanism.family.optional or HORIZON in mechanism.strategy.parameters:
+        return None
+    return "No h was named, so this design looks back over the whole run. A search without --mechanism tries others."
 
 
 def usual_delta(run: Run) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from quell._types import Array
@@ -95,7 +96,9 @@ def find(name: str) -> Family:
     """The family called `name`, hyphens allowed for underscores."""
     family = FAMILIES.get(name.replace("-", "_").lower())
     if family is None:
-        raise QuellError(f"there is no mechanism {short(name)}: choose one of {', '.join(FAMILIES)}")
+        near = get_close_matches(name.lower(), FAMILIES, 1)
+        meant = f", perhaps {near[0]}" if near else ""
+        raise QuellError(f"there is no mechanism {short(name)}{meant}: choose one of {', '.join(FAMILIES)}")
     return family
 
 

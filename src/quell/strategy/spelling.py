@@ -52,8 +52,8 @@ def read(text: str, **more: Parameter) -> tuple[str, dict[str, Parameter]]:
         key = _NAMES.get(key, key)
         if not value or key in parameters:
             raise QuellError(
-                f"mechanism {short(text)} is not a name with settings: write it as tables do, for example 'blt d=2' or "
-                "'bisr* p=4'"
+                f"mechanism {short(text)} is not a name with settings: write it as tables do, for example "
+                "'blt d=2 h=75' or 'bisr* p=4'"
             )
         parameters[key] = _value(value)
     if name.endswith("*") or (settings and family.normalisable):

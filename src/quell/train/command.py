@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quell.planning import make_plan
 from quell.planning.search import Progress
 from quell.run import Run
 from quell.show import plots, words
+from quell.show.outcomes import TRIAL_PLAN, training_title
 from quell.train import data, models, saved
 from quell.train.comparison import GRID, LAW, TRIALS, Arm, Outcome, Setting, arms_of, compare
 from quell.train.content import content_of, write_page
@@ -25,15 +27,17 @@ from quell.tuning import tune
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder that a run writes to, and a picture of its curves, if one is wanted."""
+    """The folder that a run writes to, a picture of its curves, if one is wanted, and whether it searches a rate."""
 
     path: Path
     plot: Path | None = None
+    searches: bool = False
 
     @property
     def files(self) -> list[Path]:
         """All files, in the order in which they are written: first what only training can make."""
-        names = (saved.NAME, "privacy.md", "privacy.json", "plan.json", "page.html")
+        plan = TRIAL_PLAN if self.searches else "plan.json"
+        names = (saved.NAME, "privacy.md", "privacy.json", plan, "page.html")
         return [*(self.path / name for name in names), *([] if self.plot is None else [self.plot])]
 
     def make(self) -> None:
@@ -100,7 +104,8 @@ def train(
             outcomes = compare(recipe, arms, runs, learning_rate, progress, finished)
     finally:
         torch.set_num_threads(threads)
-    content = content_of(recipe, outcomes)
+    target = None if known is None else known.target
+    content = content_of(training_title(path.resolve().name, target, date.today()), recipe, outcomes)
     if delta is None:
         content["notes"].append(words.usual_delta(recipe.run))
     _write(folder, recipe, outcomes[-1], content)

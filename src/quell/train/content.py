@@ -9,7 +9,7 @@ from typing import Any
 
 from quell.planning.curves import error_curve
 from quell.show import tables, words
-from quell.show.outcomes import training, training_notes, verdict
+from quell.show.outcomes import training, training_lines, training_notes, verdict
 from quell.show.page import write
 from quell.show.page.document import assemble
 from quell.show.statement import promised
@@ -20,12 +20,13 @@ from quell.train.comparison import Outcome, Setting
 _KINDS = {"not private": "frontier", "DP-SGD": "dpsgd", "planned": "recommended"}  # of the page's style
 
 
-def content_of(recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def content_of(title: str, recipe: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Rows, curves and sentences of a comparison (documented in docs/json.md)."""
     finals = {outcome.arm.name: outcome.finals for outcome in outcomes}
     both = {"planned", "DP-SGD"} <= finals.keys()
     return {
-        "setup": training(recipe.run, compared=len(outcomes) > 1),
+        "title": title,
+        "setup": training(recipe.run, len(outcomes) > 1, recipe.data.columns is not None, recipe.data.parts),
         "verdict": verdict(finals["planned"], finals["DP-SGD"]) if both else None,
         "notes": notes_of(recipe, outcomes),
         "promise": words.promise(replace(recipe.plan.mechanism.guarantee, epsilon=recipe.run.epsilon))
@@ -59,8 +60,9 @@ def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:
 
 def write_page(content: dict[str, Any], path: Path) -> None:
     """One HTML file that needs no network."""
-    text = tables.text_of(tables.training_table(content["arms"]))
-    write(assemble("Quell training", "training.html", ("charts.js", "training.js"), content, text).html, path)
+    table = tables.text_of(tables.training_table(content["arms"]))
+    text = "\n".join([content["setup"], table, *training_lines(content), *content["explained"].values()])
+    write(assemble(content["title"], "training.html", ("charts.js", "training.js"), content, text).html, path)
 
 
 def _arm(recipe: Setting, outcome: Outcome) -> dict[str, Any]:

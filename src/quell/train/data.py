@@ -78,6 +78,11 @@ class Data:
     limits: tuple[float, float] | None = None
 
     @property
+    def parts(self) -> dict[str, int]:
+        """How many examples there are for what."""
+        return {"train": len(self.train), "choose the learning rate": len(self.validation), "test": len(self.test)}
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of one example."""
         return self.train.x.shape[1:]

@@ -12,7 +12,7 @@ from quell.watching.log import ABOUT, ROWS, Row, Value, read_about
 
 
 class Follower:
-    """The rows of a log so far; `poll` reads those that have come since.
+    """The rows of a log so far; `poll` reads those that have come since. A folder of one run's log stands for it.
 
     Lines that are damaged, or whose step does not follow the one before, are passed over.
     """
@@ -20,9 +20,11 @@ class Follower:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not (self.folder / ABOUT).exists() and (inside := sorted(self.folder.glob(f"*/{ABOUT}"))):
-            raise QuellError(
-                f"{folder} holds the logs of {len(inside):,} runs: watch one of them, such as {inside[-1].parent}"
-            )
+            self.folder = inside[-1].parent
+            if len(inside) > 1:
+                raise QuellError(
+                    f"{folder} holds the logs of {len(inside):,} runs: watch one of them, such as {self.folder}"
+                )
         self.about = read_about(self.folder)
         self.rows: list[Row] = []
         self._offset = 0

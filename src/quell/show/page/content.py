@@ -13,6 +13,7 @@ from quell.run import OBJECTIVES
 from quell.show import words
 from quell.show.cards import cards, headline
 from quell.show.legend import letters
+from quell.show.lines import python_lines
 from quell.show.page.reading import command, glossary, scale
 from quell.show.statement import privacy_statement
 
@@ -57,9 +58,7 @@ def plan_content(
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
         "promise": words.level(run.epsilon, run.delta),
         "delta": words.number(run.delta),
-        "python": "\n".join(
-            ["import quell", "import quell.torch", "", *words.python_lines("plan.json", run.user_level)]
-        ),
+        "python": "\n".join(["import quell", "import quell.torch", "", *python_lines("plan.json", run.user_level)]),
         "steps": run.steps,
         "lower_bound": answers.lower_bound,
         "recommended": place[id(plan.mechanism)],

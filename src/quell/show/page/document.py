@@ -56,7 +56,7 @@ def assemble(
     }
     policy = "; ".join(f"{kind} {source}" for kind, source in sources.items())
     page = Template(_file("document.html")).substitute(
-        title=title,
+        title=html.escape(title),
         body=_file(body),
         version=__version__,
         network=_LIVE if connects else _OFFLINE,

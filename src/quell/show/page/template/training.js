@@ -3,7 +3,10 @@
 const found = JSON.parse(document.getElementById("data").textContent);
 const at = id => document.getElementById(id);
 
+const several = found.arms.some(arm => arm.accuracies.length > 1);
+
 at("setup").textContent = found.setup;
+at("spread").hidden = !several;
 for (const line of [found.verdict, `Promise of the planned run: ${found.promise}.`]) if (line) make(at("answer"), "p", {}, line);
 at("explained-title").hidden = !Object.keys(found.explained).length;
 for (const [title, text] of Object.entries(found.explained)) {
@@ -30,7 +33,7 @@ drawChart(at("noise"), {
   series: found.arms.filter(arm => arm.noise).map(arm => ({ name: arm.name, kind: arm.kind, ...arm.noise, line: true })),
 });
 drawChart(at("accuracy"), {
-  title: "Test accuracy, mean of the runs", xLabel: "epoch", yLabel: "%", xScale: "linear", yScale: "linear",
+  title: several ? "Test accuracy, mean of the runs" : "Test accuracy", xLabel: "epoch", yLabel: "%", xScale: "linear", yScale: "linear",
   describe: (s, i) => `${s.name}, epoch ${s.x[i]}: ${s.y[i].toFixed(1)}% (runs: ${s.runs.map(r => (100 * r[i]).toFixed(1)).join(", ")})`,
   series: found.arms.map(arm => ({
     name: arm.name, kind: arm.kind, line: true, runs: arm.accuracies,
