@@ -24,6 +24,7 @@ def test_prefix_nuclear_norm_in_closed_form(n):
     assert bounds.nuclear_norm(workload.prefix(n)) == pytest.approx(np.linalg.norm(np.tril(np.ones((n, n))), "nuc"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("momentum", "decay"), [(0.9, 1.0), (0.0, 0.99), (0.9, 0.9999), (0.95, 0.99999)])
 def test_fast_nuclear_norm_is_a_close_lower_bound(momentum, decay):
     n = 1500

@@ -89,6 +89,7 @@ def _rival(folder: str) -> float:
     return float(built.noising[1])
 
 
+@pytest.mark.slow
 def test_concurrent_writers_agree(home):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         found = pool.map(_rival, [str(home)] * 4)

@@ -62,7 +62,17 @@ def test_console_blocks_show_real_output(page, text, tmp_path, monkeypatch):
         require_shown(shown_lines(expected), shown_lines(result.output), page.name)
 
 
-SLOW = ("jax.md", "from-jax-privacy.md", "noise.md", "from-opacus.md", "lora.md")  # which import or compile for long
+SLOW = (
+    "jax.md",
+    "from-jax-privacy.md",
+    "noise.md",
+    "from-opacus.md",
+    "lora.md",
+    "report.md",
+    "trainers.md",
+    "auditing.md",
+    "planner.md",
+)  # which import or compile for long
 
 
 SHARED = ("pytorch.md",)  # which plan the same run as the README, and are run with it

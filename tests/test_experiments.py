@@ -120,6 +120,7 @@ def test_a_run_over_the_longer_last_epoch_reports_ten_epochs(bf16: bool, monkeyp
     assert all(0 <= value <= 100 for value in found)
 
 
+@pytest.mark.slow
 def test_the_script_trains_chooses_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ def test_another_sampling_scheme_than_the_plans_is_found(saved):
     assert tampered(saved, change)
 
 
+@pytest.mark.slow
 def test_a_blt_whose_noise_does_not_match_its_sensitivity_cannot_be_stated(tmp_path):
     """Rows of a BLT are decays alone; C and C⁻¹ both follow from them, so no file can make them disagree."""
     long = quell.plan(examples=6000, batch_size=100, epochs=10, epsilon=8, delta=1e-5, sampling="cyclic")
@@ -160,6 +161,7 @@ def test_a_blt_whose_noise_does_not_match_its_sensitivity_cannot_be_stated(tmp_p
     assert tampered(path, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -383,6 +385,7 @@ def test_left_over_examples_are_pointed_out():
 SLOW = pytest.mark.slow  # repeats of what a quick case holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -476,6 +479,7 @@ def test_a_wrong_time_limit_is_a_sentence(saved, wrong):
         quell.Run.from_data(**{**SETUP, "time_limit": wrong})
 
 
+@pytest.mark.slow
 def test_no_value_of_a_plan_file_makes_a_traceback(saved):
     content = json.loads(saved.read_text())
     keep = [row for row in content["mechanisms"] if row["family"] in ("blt", "lambda_cgd")][:2]
@@ -500,6 +504,7 @@ def test_no_value_of_a_plan_file_makes_a_traceback(saved):
         assert outcome(saved) == "refused" or harmless or value == before or place == ("recommended",), (place, value)
 
 
+@pytest.mark.slow
 def test_a_plan_file_with_more_rows_than_plans_have_is_refused_at_once(saved):
     content = json.loads(saved.read_text())
     content["mechanisms"] *= 20_000 // len(content["mechanisms"])
@@ -540,6 +545,7 @@ def test_numbers_of_numpy_can_be_saved(tmp_path):
     assert quell.Plan.load(path).run.optimizer.momentum == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "momentum"),
     [

@@ -59,6 +59,7 @@ def test_more_epochs_in_the_same_steps_lower_the_error_per_example():
         questions.choices_for_steps(10**9, **known)
 
 
+@pytest.mark.slow
 def test_more_steps_than_examples_are_spent_on_many_epochs():
     known = {"epsilon": 4.0, "delta": 1e-3, "sampling": "cyclic", "memory": 0, "draws": 1}
     first = questions.choices_for_steps(1000, examples=10, **known)[0].run

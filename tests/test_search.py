@@ -84,6 +84,7 @@ def found():
     return quell.plan(**SMALL)
 
 
+@pytest.mark.slow
 def test_estimates_are_shown_and_never_promised(found, tmp_path):
     assert found.mechanism.certified
     assert found.estimates

@@ -102,6 +102,7 @@ def test_variances_of_wide_bands_do_not_depend_on_how_rows_are_grouped(n, width)
     np.testing.assert_allclose(row_by_row, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_broadcast_view_is_priced_like_the_copy_and_costs_no_memory():
     n = 300
     for row, forcing in [(PREFIX, np.array([1.0, -0.5])), (np.linspace(1.0, 0.1, 12), np.ones(1))]:

@@ -65,6 +65,7 @@ def test_reciprocal_by_filter_and_by_newton_undo_multiplication(terms):
     np.testing.assert_allclose(unit, np.eye(1, n)[0], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_million_terms_stay_accurate():
     n = 10**6
     root, inverse = series.binomial(-0.5, 1.0, n), series.binomial(0.5, 1.0, n)

@@ -21,6 +21,7 @@ def test_prices_fast():
     assert_unbroken(pricing.attack(20, seed=1, shares=FAST), 20)
 
 
+@pytest.mark.slow
 def test_plan_files_fast():
     assert_unbroken(plan_files.attack(120, seed=1), 120)
 
@@ -29,6 +30,7 @@ def test_clipping_fast():
     assert_unbroken(clipping.attack(20, seed=1), 20)
 
 
+@pytest.mark.slow
 def test_noise_fast():
     assert_unbroken(noise.attack(6, seed=1), 6)
 

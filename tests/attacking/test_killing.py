@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, pytest.param(25, marks=pytest.mark.slow)])
 def test_no_step_is_released_twice_differently_and_a_planted_difference_is_found(count):
     """One process for both: starting torch is what takes the time."""

@@ -29,6 +29,7 @@ def less_noise(function, share):
     return planted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "share"), [("cyclic", 0.99), ("balls_in_bins", 0.9)])
 def test_prices_with_too_little_noise(scheme, share, monkeypatch):
     for name in ("calibrate", "epsilon", "delta"):
@@ -58,6 +59,7 @@ def test_prices_with_another_sampler_than_accounted(monkeypatch):
     assert breaks(pricing.attack(1, seed=6, shares={"balls_in_bins": 1.0}))
 
 
+@pytest.mark.slow
 def test_verification_that_does_not_price_the_noise(monkeypatch):
     def trusting(strategy, scheme, sigma, epsilon, delta, comparisons=1):
         found = privacy.calibrate(strategy, scheme, epsilon, delta)

@@ -77,6 +77,7 @@ def test_evidence_of_batches_that_are_known():
     np.testing.assert_allclose(scheme.evidence(seen, columns, patterns), dumb)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [lower_bound, independent_bound])
 def test_a_bound_is_true_as_often_as_it_says(bound):
     """Randomised response with ε = 1, which is pure: the attacker cannot do better than that."""

@@ -78,6 +78,7 @@ def test_a_run_is_charged_once_whatever_resumes_it(budget, plan, entry, tmp_path
     assert budget.spent().runs == 2
 
 
+@pytest.mark.slow
 def test_random_batches_are_charged_by_what_is_certified(budget):
     random = quell.plan(epsilon=1.0, sampling="poisson", memory=0, **SMALL)
     assert budget.charge(random, run="a")
@@ -344,6 +345,7 @@ def test_a_key_that_was_loaded_needs_a_ledger(tmp_path):
         make_private(model, optimizer, examples(), plan, key=Key.load(tmp_path / "run.key"), budget=budget.path)
 
 
+@pytest.mark.slow
 def test_a_mechanism_of_another_plan_is_certified_before_it_is_charged():
     """Its promise was for one participation, this plan has five (found by a review)."""
     once, often = (

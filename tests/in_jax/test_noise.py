@@ -73,6 +73,7 @@ ALL = [
 SIZES = [(), (1, 1), (2, 1), (1, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recurrence", "generator"), ALL)
 def test_eight_devices_make_the_bits_of_numpy(recurrence: str, generator: str) -> None:
     assert cases.spec(RECURRENCES[recurrence]).recipe().kind == recurrence
@@ -125,6 +126,7 @@ def test_normals_of_rare_radius_words_and_far_blocks(generator: str, kernel: boo
         np.testing.assert_array_equal(normals, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", ["chacha20", pytest.param("philox", marks=pytest.mark.slow)])
 def test_the_kernel_compiles_for_gpus(generator: str) -> None:
     """To Triton's intermediate language: where JAX and the GPU are one machine, Triton does the rest."""

@@ -89,6 +89,7 @@ def test_words_equal_the_reference_bit_for_bit(generator: str) -> None:
         np.testing.assert_array_equal(made.cpu().numpy(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_draws_equal_the_reference(generator: str, seeded: Seeded) -> None:
     key = seeded(41)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import quell
 
 
@@ -72,6 +74,7 @@ def test_everything_interactive_has_a_name(report):
     assert report.run(nameless) == 0
 
 
+@pytest.mark.slow
 def test_moving_a_slider_moves_the_recommendation(browser, address):
     browser.open(address)
     browser.wait_for("document.body.dataset.kind === 'full'")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quell.privacy.confidence import best_bet, draws_needed, expected_excess, lower_mean, upper_mean
 
 
+@pytest.mark.slow
 def test_the_bounds_cover_and_fail_no_more_often_than_stated(random):
     failures = {"upper": 0, "lower": 0}
     for _ in range(2000):

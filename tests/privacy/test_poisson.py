@@ -194,6 +194,7 @@ def test_columns_of_an_accountant_are_at_least_those_of_every_group(groups):
     assert priced[0] == norms.max()
 
 
+@pytest.mark.slow
 def test_a_diagonal_strategy_is_priced_column_by_column():
     """Priced at its largest column it would need a sixth more noise."""
     scheme = Poisson(40, 0.1)

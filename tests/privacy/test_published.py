@@ -54,6 +54,7 @@ def built(name, setting):
     return chosen, error(chosen, task).rmse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting", "epsilon"), QUICK)
 def test_table_4_estimates(name, setting, epsilon):
     chosen, rmse = built(name, setting)

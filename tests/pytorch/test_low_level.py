@@ -55,7 +55,7 @@ def test_clipped_sum_equals_one_example_at_a_time(micro_batch, bound):
     params, batch = weights(), (torch.randn(10, 3), torch.randn(10))
     got = clipped_sum(loss, params, batch, bound, micro_batch=micro_batch)
     for name, value in by_hand(params, batch, bound).items():
-        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6 * bound if bound < 1 else 1e-5)
+        torch.testing.assert_close(got[name], value, rtol=3e-5, atol=1e-6 * bound if bound < 1 else 1e-5)
 
 
 def test_one_example_moves_the_sum_by_at_most_the_clip_norm():
@@ -165,6 +165,7 @@ def test_a_mechanism_the_plan_lacks_is_named(plan):
         CorrelatedNoise(plan, [torch.zeros(1)])
 
 
+@pytest.mark.slow
 def test_importing_the_room_does_not_import_opacus():
     code = "import sys, quell.torch; assert 'opacus' not in sys.modules and 'dp_accounting' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -352,6 +352,7 @@ def test_reentrant_checkpoints_inside_of_others_are_never_taken_for_one_gradient
     assert mean_sums(Nested(True), lambda model: model(x).square().mean().backward())[0] == 16
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_compiled_model_is_clipped_like_any_other(compiled):

@@ -334,6 +334,7 @@ def tear(folder):
     (folder / "quell.json").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "damage"), [(2, None), (7, tear)])
 def test_a_crash_is_resumed_as_in_the_plain_trainer(step, damage, plan, tmp_path, tokenizer):
     """Also before the first checkpoint, and where the last one was cut off."""

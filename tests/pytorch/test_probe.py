@@ -595,6 +595,7 @@ def test_errors_inside_the_engines_are_sentences(clipping):
         three_steps(private(Around(Odd(), lambda f, x: f(x)), clipping))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("clipping", ["layers"])
 def test_compiled_models(clipping):

@@ -1,13 +1,15 @@
 """Random changes to examples, made batch by batch in the loop's own process, on the device where the batch lies.
 
 What an example adds to a step is bounded only if its rows are made from this example alone. So the first batches are
-changed twice, with equal random numbers, the second time with half of the examples replaced, chosen at random: the rows
-of those that stayed must stay the same. A function that keeps examples from earlier batches is not noticed.
+changed twice, with equal random numbers, the second time with all but one, or half, of the examples replaced, chosen at
+random: the rows of those that stayed must stay the same. A function that keeps examples of earlier batches is not
+noticed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,20 +79,25 @@ class Augmentation:
         if not self._looks or count <= self.rows:  # nobody else in it
             return self.change(inputs)
         self._looks -= 1
-        stays = self._chosen(count // self.rows).repeat_interleave(self.rows)
-        others = pytree.tree_map_only(Tensor, lambda value: self._others_replaced(value, stays), inputs)
         before = own_states()
         made = self.change(inputs)
         after = own_states()
-        set_own_states(before)
-        again = self.change(others)
-        set_own_states(after)
-        self._require_apart(made, again, stays)
+        for units in self._chosen(count // self.rows):
+            stays = units.repeat_interleave(self.rows)
+            others = pytree.tree_map_only(Tensor, partial(self._others_replaced, stays=stays), inputs)
+            set_own_states(before)
+            again = self.change(others)
+            set_own_states(after)
+            self._require_apart(made, again, stays)
         return made
 
-    def _chosen(self, units: int) -> Tensor:
-        """Half of the units, drawn apart from the loop's random numbers; no fixed distance between units escapes it."""
-        return torch.from_numpy(self._random.permutation(units) < units // 2)
+    def _chosen(self, units: int) -> list[Tensor]:
+        """Two units alone, which see any mixing that they are in; and half of them, some of which see any pair's.
+
+        They are drawn apart from the loop's random numbers.
+        """
+        places = torch.from_numpy(self._random.permutation(units))
+        return [places == 0, places == 1, places < units // 2]
 
     def _others_replaced(self, value: Tensor, stays: Tensor) -> Tensor:
         """Units that do not stay become copies of a neighbour."""
