@@ -84,6 +84,7 @@ def test_plan_saves_a_file_that_verifies(saved, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_false_plan_fails_loudly(saved, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(saved[0].read_text().replace('"epsilon": 4.0', '"epsilon": 1.0'))

@@ -592,6 +592,7 @@ def test_a_separation_that_the_epochs_leave_no_room_for_is_refused():
         Run.from_steps(steps=100, epochs=2, separation=99, sampling="poisson", epsilon=2.0, delta=1e-5)
 
 
+@pytest.mark.slow
 def test_a_plan_for_averaged_weights_is_saved_and_verified(tmp_path):
     known = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4, "delta": 1e-5, "momentum": 0.5}
     plain, averaged = (quell.plan(**known, sampling="cyclic", ema=ema) for ema in (None, 0.8))

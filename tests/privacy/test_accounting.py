@@ -228,6 +228,7 @@ def test_comparing_more_certificates_costs_a_little_noise_not_soundness():
         assert found.delta >= found.bracket[1] + found.failure_probability
 
 
+@pytest.mark.slow
 class TestMutations:
     """Break the accountant or swap the sampler: the comparison with the real sampler must notice."""
 
