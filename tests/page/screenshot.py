@@ -2,7 +2,8 @@
 
     python -m tests.page.screenshot docs/images demo/digits-private/page.html
 
-Each page is shown on a desk and on a phone, light and dark: a plan's page, the live page, and the page of a training.
+Each page is shown on a desk and on a phone, light and dark: a plan's page, the live page, the page of a
+training, and that of a log.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from quell.run import Run
 from quell.serve.server import PageServer
 
 from .browser import Browser, chromium
+from .test_other_pages import page_of_a_log
 
 RUN: dict[str, Any] = {
     "examples": 50_000,
@@ -49,6 +51,7 @@ def main(folder: Path, training: Path) -> None:
             "plan": (Path(place, "plan.html").as_uri(), "true"),
             "serve": (server.url, _DONE),
             "training": (training.resolve().as_uri(), "true"),
+            "watch": (page_of_a_log(Path(place), norms=False), "true"),
         }
         with Browser(program, Path(place, "profile")) as browser:
             for name, (address, ready) in pages.items():

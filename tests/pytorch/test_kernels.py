@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
 
-from quell.torch.engine import kernels  # noqa: E402
+from quell.torch.engine import kernels, rules  # noqa: E402
 from quell.torch.engine.pieces import Outer, Rows, Tokens, norms_of, sums_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,6 +80,36 @@ def test_gradients_of_scales(shape, centred):
     scale, shift = kernels.scale_gradients(x, g, 1e-3, centred)
     torch.testing.assert_close(scale.double(), right, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(shift.double(), g.double().sum(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("channels", "groups", "places"), [(6, 2, 35), (3, 3, 1030), (5, 1, 1)])
+def test_gradients_of_scales_of_channels(channels, groups, places):
+    torch.manual_seed(0)
+    x = (torch.randn(3, channels, places) + 5).to(HALF).to(DEVICE)
+    g = torch.randn(3, channels, places, device=DEVICE)
+    normalised = torch.nn.functional.group_norm(x.double(), groups, eps=1e-3)
+    scale, shift = kernels.channel_scale_gradients(x, g, groups, 1e-3)
+    torch.testing.assert_close(scale.double(), (normalised * g.double()).sum(2), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(shift.double(), g.double().sum(2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [(3, {"padding": 1}), ((2, 3), {"stride": (2, 1), "dilation": (1, 2), "padding": (0, 3)}), (1, {"stride": 2})],
+)
+def test_patches_are_copied_as_they_are(kernel, options, format):
+    x = torch.randn(2, 30, 9, 11, device=DEVICE).to(HALF).contiguous(memory_format=format)
+    layer = torch.nn.Conv2d(30, 4, kernel, **options)
+    right = torch.nn.functional.unfold(x.float(), layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    assert torch.equal(rules._unfold(layer, x).float(), right)
+
+
+def test_patches_around_which_are_no_zeros():
+    x = torch.randn(2, 3, 5, 6, device=DEVICE)
+    layer = torch.nn.Conv2d(3, 4, 3, padding="same", padding_mode="circular")
+    right = torch.nn.functional.unfold(torch.nn.functional.pad(x, (1, 1, 1, 1), mode="circular"), 3)
+    assert torch.equal(rules._unfold(layer, x), right)
 
 
 def test_tokens_that_repeat():

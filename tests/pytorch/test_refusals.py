@@ -271,6 +271,8 @@ def test_what_make_private_refuses(plan):
         make_private(model, optimizer, DataLoader(examples(), batch_size=None), plan)
     with pytest.raises(QuellError, match="a key or a seed"):
         make_private(model, optimizer, examples(), plan, key="a", seed=1)
+    with pytest.raises(QuellError, match="key is a bytes: pass the path"):
+        make_private(model, optimizer, examples(), plan, key=bytes(range(32)))
 
     class Endless(IterableDataset):
         def __iter__(self):

@@ -30,4 +30,6 @@ def opened(key: Key | str | Path | None, seed: int | None, ledger: str | Path | 
                 "restore the ledger, or move the key away to start a new run with a new key"
             )
         key = Key.load(path)
+    elif key is not None and not isinstance(key, Key):  # the value stays unnamed
+        raise QuellError(f"key is a {type(key).__name__}: pass the path of its file, or a Key such as Key.generate()")
     return key or Key.generate(), kept

@@ -7,6 +7,7 @@ Every result is the same each time: partial results are written apart and added 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -128,6 +129,50 @@ def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Te
         CENTRED=centred, BLOCK=block, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
     return found[0].sum(1), found[1].sum(1)
+
+
+def channel_scale_gradients(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """(examples, channels) the gradients of scale and shift of channels that are normalised group by group.
+
+    Args:
+        x: (examples, channels, places) what is normalised.
+        g: The gradient of the result, of the same shape.
+        groups: Of channels; as many as channels for InstanceNorm.
+        eps: Added to the variance.
+    """
+    examples, channels, places = x.shape
+    size = _power_of_two(channels // groups)
+    if not (take_rows(x) and take_rows(g)) or size > _BLOCK:
+        wide = x if x.dtype == torch.float64 else x.float()
+        normalised = functional.group_norm(wide, groups, eps=eps)
+        return (normalised * g).sum(2), g.sum(2, dtype=wide.dtype)
+    found = torch.empty(2, examples, channels, device=x.device)
+    _triton().channel_scales[(examples, groups)](
+        x.contiguous(), g.contiguous(), found[0], found[1], groups, channels // groups, places, eps,
+        CHANNELS=size, BLOCK=min(_power_of_two(places), 2 * _BLOCK // size), num_warps=4,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def unfold(x: Tensor, layer: Any, padding: Sequence[int], places: Sequence[int]) -> Tensor:
+    """(rows, channels in × kernel, places) the patches of images under the kernel of a convolution.
+
+    Args:
+        x: (rows, channels, height, width).
+        layer: The convolution.
+        padding: Zeros before and after the last dimension, before and after the one before it.
+        places: Of the output, in height and width.
+    """
+    kernel, width = math.prod(layer.kernel_size), x.shape[1] * math.prod(layer.kernel_size)
+    found = x.new_empty(len(x), width, math.prod(places))
+    block = min(_power_of_two(found.shape[2]), 128)
+    entries = 2 * _BLOCK // block
+    _triton().unfold[(len(x), -(-width // entries), -(-found.shape[2] // block))](
+        x, found, *x.stride(), *x.shape[2:], padding[2], padding[0], *layer.stride, *layer.dilation,
+        places[1], *found.shape[1:],
+        KERNEL=kernel, ACROSS=layer.kernel_size[1], ENTRIES=entries, PLACES=block, num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 @contextmanager

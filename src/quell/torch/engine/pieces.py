@@ -144,7 +144,7 @@ class Patches:
 
     g: Tensor  # (units, rows of one unit, channels out, *places)
     x: Tensor  # (units, rows of one unit, channels in, *places)
-    unfold: Callable[[Tensor], Tensor]  # (rows, channels in, *places) to (rows, places, width)
+    unfold: Callable[[Tensor], Tensor]  # (rows, channels in, *places) to (rows, width, places)
     width: int  # of a patch: channels in × kernel
     groups: int
     through: Callable[[Tensor], Tensor] | None = None  # what (units, channels out, rest) gradients still go through
@@ -205,12 +205,14 @@ class Stacked:
 
 
 def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
-    """(units, rows, channels, *places) and (units·rows, places, groups·width) as (units·groups, rows·places, ·)."""
-    units, rows, channels = g.shape[:3]
-    g = g.reshape(units, rows, groups, channels // groups, -1).permute(0, 2, 3, 1, 4)
-    a = a.reshape(units, rows, a.shape[1], groups, -1).permute(0, 3, 1, 2, 4)
-    g = g.reshape(units * groups, g.shape[2], -1).transpose(1, 2)  # no copy where a unit is one row
-    return Outer(g, a.reshape(units * groups, -1, a.shape[-1]))
+    """(units, rows, channels, *places) and (units·rows, width, places) as (units·groups, rows·places, ·)."""
+
+    def by_group(values: Tensor) -> Tensor:
+        units, rows, channels = values.shape[:3]
+        values = values.reshape(units, rows, groups, channels // groups, -1).permute(0, 2, 3, 1, 4)
+        return values.reshape(units * groups, channels // groups, -1).transpose(1, 2)  # no copy of units of one row
+
+    return Outer(by_group(g), by_group(a.unflatten(0, g.shape[:2])))
 
 
 def whole(part: Outer) -> Tensor:

@@ -91,16 +91,13 @@ def normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tenso
 
 def channel_normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
     """GroupNorm and InstanceNorm, whose scales belong to channels."""
-    x, g = wide(inputs[0]), gradients[0]
-    g = g.reshape(len(g) // rows, rows, g.shape[1], -1)
-    if isinstance(layer, nn.GroupNorm):
-        x = functional.group_norm(x, layer.num_groups, eps=layer.eps)
-    else:
-        x = functional.instance_norm(x, eps=layer.eps)
+    x, g = (v.flatten(2) if v.dim() > 2 else v.unsqueeze(2) for v in (inputs[0], gradients[0]))
+    groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else layer.num_features
+    scales, shifts = kernels.channel_scale_gradients(x, g, groups, layer.eps)
     if layer.weight.requires_grad:
-        yield "weight", Rows((x.reshape(g.shape) * g).sum((1, 3)))
+        yield "weight", Rows(by_unit(scales, rows).sum(1))
     if layer.bias is not None and layer.bias.requires_grad:
-        yield "bias", Rows(g.sum((1, 3), dtype=x.dtype))
+        yield "bias", Rows(by_unit(shifts, rows).sum(1))
 
 
 def by_torch_func(own: dict[str, Tensor], call: Callable[..., Any], inputs: Any, gradients: Any, rows: int) -> Pieces:
@@ -153,18 +150,25 @@ def summed(g: Tensor) -> Rows:
 
 
 def _unfold(layer: Any, x: Tensor) -> Tensor:
-    """(rows, places of the output, channels in × kernel), group by group, as the layer pads, strides and dilates."""
-    padding = list(layer._reversed_padding_repeated_twice)
-    if any(padding):
-        x = functional.pad(x, padding, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
-    sizes, kernel = x.shape[2:], layer.kernel_size
-    spans = [d * (k - 1) + 1 for k, d in zip(kernel, layer.dilation, strict=True)]
+    """(rows, channels in × kernel, places of the output), group by group, as the layer pads, strides and dilates.
+
+    Places come last because neighbours there are neighbours in `x` too: the copy reads and writes in order.
+    """
+    padding, zeros = list(layer._reversed_padding_repeated_twice), layer.padding_mode == "zeros"
+    by_kernel = kernels.take_rows(x) and x.dim() == 4
+    if any(padding) and not (zeros and by_kernel):
+        x = functional.pad(x, padding, mode="constant" if zeros else layer.padding_mode)
+        padding = [0] * len(padding)
+    sizes = [n + sum(padding[2 * i : 2 * i + 2]) for i, n in enumerate(reversed(x.shape[2:]))][::-1]
+    spans = [d * (k - 1) + 1 for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
     places = [(n - s) // step + 1 for n, s, step in zip(sizes, spans, layer.stride, strict=True)]
+    if by_kernel:
+        return kernels.unfold(x, layer, padding, places)
     strides = x.stride()
     moves = [s * step for s, step in zip(strides[2:], layer.stride, strict=True)]
     within = [s * d for s, d in zip(strides[2:], layer.dilation, strict=True)]
-    view = x.as_strided((len(x), *places, x.shape[1], *kernel), (strides[0], *moves, strides[1], *within))
-    return view.reshape(len(x), math.prod(places), -1)
+    view = x.as_strided((*x.shape[:2], *layer.kernel_size, *places), (*strides[:2], *within, *moves))
+    return view.reshape(len(x), -1, math.prod(places))
 
 
 def _epsilon(layer: Any, x: Tensor) -> float:

@@ -193,3 +193,50 @@ def scales(X, G, scale, shift, T, D, share, eps, CENTRED: tl.constexpr, BLOCK: t
     at = (unit * tl.num_programs(0) + part) * D + d
     tl.store(scale + at, by_scale, mask=inside)
     tl.store(shift + at, by_shift, mask=inside)
+
+
+@triton.jit
+def channel_scales(X, G, scale, shift, groups, C, T, eps, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradients of scale and shift of channels (examples, groups·C, T) that are normalised group by group."""
+    group = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
+    c, t = tl.arange(0, CHANNELS)[:, None], tl.arange(0, BLOCK)[None, :]
+    at = group * C * T + c * T + t
+    total = tl.zeros((CHANNELS, BLOCK), tl.float32)
+    for first in range(0, T, BLOCK):
+        total += tl.load(X + at + first, mask=(c < C) & (first + t < T), other=0.0).to(tl.float32)
+    mean = tl.sum(total) / (C * T)
+    squares = tl.zeros((CHANNELS, BLOCK), tl.float32)
+    for first in range(0, T, BLOCK):
+        inside = (c < C) & (first + t < T)
+        x = tl.load(X + at + first, mask=inside, other=0.0).to(tl.float32) - mean
+        squares += tl.where(inside, x * x, 0.0)
+    by = tl.rsqrt(tl.sum(squares) / (C * T) + eps)
+    by_scale = tl.zeros((CHANNELS, BLOCK), tl.float32)
+    by_shift = tl.zeros((CHANNELS, BLOCK), tl.float32)
+    for first in range(0, T, BLOCK):
+        inside = (c < C) & (first + t < T)
+        g = tl.load(G + at + first, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(X + at + first, mask=inside, other=0.0).to(tl.float32) - mean
+        by_scale += g * x * by
+        by_shift += g
+    c = tl.arange(0, CHANNELS)
+    tl.store(scale + group * C + c, tl.sum(by_scale, 1), mask=c < C)
+    tl.store(shift + group * C + c, tl.sum(by_shift, 1), mask=c < C)
+
+
+@triton.jit
+def unfold(
+    X, out, by_row, by_channel, by_height, by_width, height, width, above, before, down, across, lower, right,
+    places_across, K, T, KERNEL: tl.constexpr, ACROSS: tl.constexpr, ENTRIES: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """(rows, K = channels × kernel, T places) the patches of images (rows, channels, height, width)."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    t = tl.program_id(2) * PLACES + tl.arange(0, PLACES)
+    y = (t // places_across * down - above)[None, :] + (k % KERNEL // ACROSS * lower)[:, None]
+    x = (t % places_across * across - before)[None, :] + (k % ACROSS * right)[:, None]
+    inside = (k < K)[:, None] & (t < T)[None, :]
+    image = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    at = row * by_row + (k // KERNEL).to(tl.int64)[:, None] * by_channel + y * by_height + x * by_width
+    value = tl.load(X + at, mask=inside & image, other=0.0)
+    tl.store(out + (row * K + k[:, None]) * T + t[None, :], value, mask=inside)
