@@ -150,6 +150,11 @@ def prefix(steps: int) -> Workload:
     return sgd(steps)
 
 
+def single_steps(steps: int) -> Workload:
+    """Every step by itself: the error is the noise that one step adds."""
+    return toeplitz(np.eye(1, steps)[0])
+
+
 def sgd(
     steps: int,
     momentum: float = 0.0,

@@ -8,12 +8,18 @@ scale 1/(1−λ) (arXiv:2601.22334, §5.1).
 ninth of the run, as it does in training, where later gradients correct for old noise; so it pays to cancel noise within
 that time and not beyond. For prefix sums λCGD's best memory 1/(1−λ) is √(horizon/2), so a ninth of the run means a
 third of the memory, the middle of the paper's two to four. Adaptive optimizers, for which the advice is fewer bands,
-get a sixteenth, a quarter of the memory. Where the optimizer has momentum or decay, the number is the geometric mean of
-that and the RMSE on plain prefix sums, averaged if the weights are.
+get a sixteenth, a quarter of the memory.
+
+With momentum, that RMSE e is multiplied by (e / the noise of a single step)^(1/9): of two mechanisms that leave the
+same error, the one whose steps are noisier trains better. Such noise is taken back by the next steps, momentum hides
+most of it, and what is left shakes the weights, which leads to flatter minima (Orvieto et al., arXiv:2202.02831). The
+exponent is the one number here that was found by training; any from 1/18 to 1/6 ranks about as well (docs/results.md).
+Adam divides by the size of single gradients, so noisy steps make it slow: adaptive optimizers get the geometric mean
+with the RMSE on plain prefix sums instead, averaged if the weights are.
 
 `loss` predicts what training leaves of a loss (`quell.analysis.landscape`), told as a noise multiplier: that of
 independent noise, DP-SGD's, which would leave as much. So it is on the scale of the noise, as the other objectives are.
-It ranks most of the runs that it was made on better than `training`, and did no better on later ones (docs/results.md).
+It ranks runs worse than `training`, most of all at ε ≤ 2: a quadratic loss has no flatter minima (docs/results.md).
 """
 
 from __future__ import annotations
@@ -26,9 +32,10 @@ from functools import cached_property
 from quell.analysis.error import Error, error
 from quell.analysis.landscape import Landscape, Noise
 from quell.strategy import Strategy
-from quell.workload import Workload, forgetting, sgd
+from quell.workload import Workload, forgetting, sgd, single_steps
 
 FORGETTING, ADAPTIVE_FORGETTING = 1 / 9, 1 / 16  # of the run: how long a step's noise matters
+JITTER = 1 / 9  # how much it is worth that single steps are noisy
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +132,8 @@ def training_error(strategy: Strategy, workload: Workload, adaptive: bool = Fals
     """
     horizon = (ADAPTIVE_FORGETTING if adaptive else FORGETTING) * workload.steps
     own = error(strategy, forgetting(workload, horizon)).rmse
-    if workload.is_prefix:
+    if not workload.momentum:
         return own
-    return math.sqrt(own * error(strategy, sgd(workload.steps, ema=workload.ema or None)).rmse)
+    if adaptive:
+        return math.sqrt(own * error(strategy, sgd(workload.steps, ema=workload.ema or None)).rmse)
+    return own * math.pow(own / error(strategy, single_steps(workload.steps)).rmse, JITTER)
