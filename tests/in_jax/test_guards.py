@@ -16,6 +16,7 @@ import pytest
 from quell import QuellError
 from quell.jax import NoiseState, batches, check, privatize
 from quell.jax.batches import PaddedBatches, _roomy
+from quell.jax.devices import refuse_devices
 from quell.noise import Key
 from quell.planning import Plan
 from quell.schemes import Batches, Poisson
@@ -148,9 +149,10 @@ def test_devices_that_would_hang_or_count_apart(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(QuellError, match="several CPU devices"):
         privatize(cases.spec("independent"), spread, key=tmp_path / "run.key", **FAST)
     assert not any(tmp_path.iterdir())
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(QuellError, match="steps of one process"):
-        privatize(cases.spec("independent"), spread, key=seeded(1), **FAST)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)  # all these devices are process 0's
+    for held in (spread, np.zeros(3), jnp.zeros(3)):
+        with pytest.raises(QuellError, match="a mesh of all processes' devices"):
+            refuse_devices(held, ledger=False)
 
 
 def test_other_trees_shapes_and_dtypes_are_refused() -> None:
@@ -181,8 +183,8 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     assert 0 < report.epsilon_so_far <= plan.run.epsilon
     assert report.versions["jax"] == jax.__version__
     drawn = batches(plan, 60, private.key)
-    own = private.host.batches
-    assert own is not None
+    assert private._of_plan is not None
+    own = private._of_plan[1]
     assert len(drawn) == plan.steps
     for step, (indices, mask) in enumerate(drawn):
         assert indices.shape == mask.shape == (12,)

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quell import Log, QuellError
 from quell.adapters.so_far import expected_norms
-from quell.jax import check, privatize
+from quell.jax import batches, check, privatize
 from quell.jax.watch import Watch
 from quell.planning import Plan
 
@@ -59,6 +60,27 @@ def test_rows_are_those_of_what_was_released(plan: Plan, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_norms_go_along_where_they_are_wanted(plan: Plan, tmp_path: Path) -> None:
+    private = privatize(plan, PARAMS, 1.0, log=Log(tmp_path, every=4, norms=True), **FAST)
+    optimizer = optax.chain(private, optax.scale(-1.0))
+    state, seen = optimizer.init(PARAMS), []
+    with pytest.raises(QuellError, match="update was given none"):
+        optimizer.update(PARAMS, state, PARAMS)
+    for step in range(plan.steps):
+        norms = np.random.default_rng(step).exponential(size=5).astype(np.float32)
+        norms[step % 5], norms[0] = np.inf, np.nan if step == 3 else norms[0]
+        seen.append(norms[~np.isnan(norms)])
+        _, state = optimizer.update(PARAMS, state, PARAMS, norms=norms)
+    jax.effects_barrier()
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == ["4", "8", "10"]
+    for row, first in zip(rows, (0, 4, 8), strict=True):
+        whole = np.concatenate(seen[first : int(row["step"])])
+        assert float(row["clipped_share_not_private"]) == pytest.approx(np.mean(whole > 1))
+        assert float(row["median_norm_not_private"]) == pytest.approx(np.median(whole))
+
+
+@pytest.mark.slow
 def test_no_step_comes_twice_after_a_crash(plan: Plan, tmp_path: Path) -> None:
     def start() -> Any:
         return privatize(plan, PARAMS, 1.0, key=tmp_path / "key", log=Log(tmp_path / "log", every=2), **FAST)
@@ -91,8 +113,9 @@ def test_sharded_parameters_have_one_norm(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_what_comes_late_is_waited_for(plan: Plan, tmp_path: Path) -> None:
-    private = privatize(plan, PARAMS, 1.0)
-    watch = Watch(Log(tmp_path, every=2), plan.mechanism, private.host.batches, private.key, 1.0, PARAMS)
+    key = seeded(3)
+    drawn = batches(plan, 60, key).drawn
+    watch = Watch(Log(tmp_path, every=2), plan.mechanism, drawn, key, 1.0, PARAMS)
     for step in (0, 1, 2):
         watch.begin(step, step)
     for step in (1, 2, 0):
@@ -104,8 +127,6 @@ def test_what_comes_late_is_waited_for(plan: Plan, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_refusals(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(QuellError, match="leave it out in JAX"):
-        privatize(plan, PARAMS, 1.0, log=Log(tmp_path, norms=True))
     with pytest.raises(QuellError, match="with a Plan"):
         privatize(plan.mechanism, PARAMS, 1.0, expected_batch_size=2.0, log=tmp_path)
     private = privatize(plan, PARAMS, 1.0, key=seeded(3), log=Log(tmp_path / "log", every=1), **FAST)

@@ -151,7 +151,7 @@ def test_the_kernel_compiles_for_gpus(generator: str) -> None:
     ],
 )
 def test_the_kernel_makes_the_bits_of_numpy(monkeypatch: pytest.MonkeyPatch, recurrence: str, generator: str) -> None:
-    monkeypatch.setattr("quell.jax.private.platform_of", lambda leaves: kernels.INTERPRETED)
+    monkeypatch.setattr("quell.jax.host.platform_of", lambda leaves: kernels.INTERPRETED)
     where = None if (recurrence, generator) == ("regenerate", "chacha8") else mesh(4, 2)
     assert differing(RECURRENCES[recurrence], generator, where, steps=4) == 0
 

@@ -6,6 +6,7 @@ batches in one shape; `check` raises what a compiled step could not.
 
 from quell.jax.batches import PaddedBatches, batches
 from quell.jax.clipping import clipped_grad
-from quell.jax.private import NoiseState, Private, check, privatize
+from quell.jax.private import Private, privatize
+from quell.jax.state import NoiseState, check
 
 __all__ = ["NoiseState", "PaddedBatches", "Private", "batches", "check", "clipped_grad", "privatize"]

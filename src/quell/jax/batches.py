@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quell.adapters.choice import refuse_other_data, refuse_user_level, select
-from quell.adapters.scheme import scheme_of
+from quell.adapters.scheme import batches_of, scheme_of
+from quell.adapters.users import Owned
 from quell.errors import QuellError, require_count
 from quell.noise import Key
 from quell.schemes import Batches
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
 
 RARELY = 1e-12  # how likely any batch of a run may be larger than the chosen size
 
-Padded = tuple[NDArray[np.int32], NDArray[np.bool_]]
+Padded = tuple[NDArray[np.signedinteger], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)
 class PaddedBatches:
-    """The batches of a run, each as `size` indices and a mask of those that count; the others are 0."""
+    """The batches of a run, each as (size,) indices and a mask of those that count; the others are 0.
+
+    Where users are drawn, indices are (size, rows_per_user): a row of them for each user, whom the mask counts or not.
+    """
 
     drawn: Batches
     size: int
+    users: Owned | None = None
 
     def __len__(self) -> int:
         return len(self.drawn)
@@ -51,13 +56,22 @@ class PaddedBatches:
     def _padded(self, step: int, batch: NDArray[Any]) -> Padded:
         if len(batch) > self.size:
             raise QuellError(f"the batch of step {step:,} does not fit into size={self.size:,}: pass a larger size")
-        indices = np.zeros(self.size, np.int32)
-        indices[: len(batch)] = batch
-        return indices, np.arange(self.size) < len(batch)
+        rows = batch if self.users is None else self.users.taken(batch, step).reshape(-1, self.users.most)
+        most = self.drawn.examples if self.users is None else self.users.examples
+        indices = np.zeros((self.size, *rows.shape[1:]), np.int32 if most <= 2**31 else np.int64)
+        indices[: len(rows)] = rows
+        return indices, np.arange(self.size) < len(rows)
 
 
 def batches(
-    plan: Plan, examples: int, key: Key, *, mechanism: str | Mechanism | None = None, size: int | None = None
+    plan: Plan,
+    examples: int,
+    key: Key,
+    *,
+    mechanism: str | Mechanism | None = None,
+    users: Owned | None = None,
+    size: int | None = None,
+    devices: int = 1,
 ) -> PaddedBatches:
     """The batches that the plan's promise is about, padded to one shape.
 
@@ -66,21 +80,43 @@ def batches(
         examples: How many examples the data has.
         key: The run's key: `private.key` of what `privatize` returned.
         mechanism: The same as for `privatize`.
-        size: Rows of a padded batch. Default: so many that no batch is larger, but for one run in 10¹².
+        users: For a plan per user: `private.users` of what `privatize` returned.
+        size: Units of a padded batch. Default: so many that no batch is larger, but for one run in 10¹².
+        devices: Among how many devices a batch is split; the default size is a multiple of it.
 
     Returns:
-        `(indices, mask)` for every step: iterate, start at a step, or look one up. A batch may count no row at all; it
-        gets noise too, so do not skip it.
+        `(indices, mask)` for every step: iterate, start at a step, or look one up. A batch may count nobody at all; it
+        gets noise too, so do not skip it. With users, `indices` has a row of `rows_per_user` for each user, and `mask`
+        one entry for each: see `clipped_grad(..., rows_per_unit=...)`.
 
     >>> import quell
     >>> plan = quell.plan(examples=100, batch_size=10, epochs=1, epsilon=8, delta=1e-3, sampling="cyclic")
     >>> [(indices.shape, int(mask.sum())) for indices, mask in batches(plan, 100, Key.generate())][0]
     ((10,), 10)
     """
-    refuse_user_level(plan)
-    refuse_other_data(plan, examples)
-    drawn = Batches(scheme_of(plan, select(plan, mechanism)), examples, key.derive("quell batches"))
-    return PaddedBatches(drawn, _roomy(drawn) if size is None else require_count("size", size))
+    if plan.run.drawn == "example":
+        refuse_user_level(plan)
+        refuse_other_data(plan, examples)
+    _require_own_users(plan, examples, key, users)
+    drawn = batches_of(plan, scheme_of(plan, select(plan, mechanism)), key)
+    parts = require_count("devices", devices)
+    if size is None:
+        size = -(-_roomy(drawn) // parts) * parts
+    return PaddedBatches(drawn, require_count("size", size), users)
+
+
+def _require_own_users(plan: Plan, examples: int, key: Key, users: Owned | None) -> None:
+    if (plan.run.drawn == "example") != (users is None) or not isinstance(users, Owned | None):
+        raise QuellError(
+            f"the plan's batches are drawn of {plan.run.drawn}s: pass users=private.users if, and only if, the plan is "
+            "per user"
+        )
+    if users is None:
+        return
+    if users.name["users"] != users.rows.digest(key.derive("quell users")):
+        raise QuellError("users are those of another key: pass key and users of the same privatize(...)")
+    if users.examples != examples:
+        raise QuellError(f"there are {users.examples:,} ids of users for {examples:,} examples: pass one per example")
 
 
 def _roomy(drawn: Batches) -> int:

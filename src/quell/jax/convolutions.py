@@ -19,11 +19,14 @@ from jax import Array, lax
 from jax.extend import core
 
 
-def with_products(function: Callable[..., Any], rows: int) -> Callable[..., Any]:
-    """The same function of the same arguments. `function` maps `rows` units by `vmap`."""
+def with_products(
+    function: Callable[..., Any], rows: int, look: Callable[[Any], None] = lambda program: None
+) -> Callable[..., Any]:
+    """The same function of the same arguments. `function` maps `rows` units by `vmap`; `look` sees its program."""
 
     def computed(*args: Any) -> Any:
         traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        look(traced)
         found = core.jaxpr_as_fun(_rewritten(traced, rows))(*jax.tree_util.tree_leaves(args))
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shape), found)
 

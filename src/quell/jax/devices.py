@@ -6,25 +6,37 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from quell.errors import QuellError
 
 
 def refuse_devices(params: Any, ledger: bool) -> None:
-    """Refuse several processes, and a ledger with several CPU devices.
+    """Refuse parameters that not all processes hold together, and a ledger with several CPU devices.
 
     A ledger reads the sums of every step in a callback. The copy that the callback is given needs a thread, and on
     several CPU devices all threads may be waiting for the callback's answer.
     """
-    if jax.process_count() > 1:
-        raise QuellError("quell.jax counts the steps of one process: train with one, on any number of local devices")
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree_util.tree_leaves(params)]
+    if jax.process_count() > 1 and not all(_of_all_processes(sharding) for sharding in shardings):
+        raise QuellError(
+            "with several processes every parameter needs a NamedSharding over a mesh of all processes' devices, of "
+            "which the first is process 0's: jax.device_put(params, NamedSharding(jax.make_mesh(...), P()))"
+        )
     devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
     if ledger and len(devices) > 1 and all(device.platform == "cpu" for device in devices):
         raise QuellError(
             "a ledger cannot be kept while parameters lie on several CPU devices: pass key=Key.generate() and no "
             "ledger, or use one CPU device"
         )
+
+
+def _of_all_processes(sharding: Any) -> bool:
+    """Each process counts the steps of programs that it runs by itself, so a run is one program of all of them."""
+    if not isinstance(sharding, NamedSharding):
+        return False
+    owners = [device.process_index for device in sharding.mesh.devices.flat]
+    return owners[0] == 0 and set(owners) == set(range(jax.process_count()))
 
 
 def platform_of(leaves: Sequence[Any]) -> str:

@@ -108,7 +108,7 @@ class CorrelatedNoise:
 
     def batches(self, examples: int) -> Batches:
         """The batches that the plan's promise is about, drawn from this noise's key, for a data set of that size."""
-        from quell.adapters.scheme import scheme_of  # needs the accountants
+        from quell.adapters.scheme import batches_of, scheme_of  # need the accountants
 
         plan: Any
         plan, chosen = self._source
@@ -116,7 +116,7 @@ class CorrelatedNoise:
             raise QuellError("batches are the plan's: make the noise from a Plan, not from a mechanism or a NoiseSpec")
         if examples != plan.run.examples:
             raise QuellError(f"the data has {examples:,} examples, but the plan is for {plan.run.examples:,}")
-        return Batches(scheme_of(plan, chosen), examples, self.key.derive("quell batches"))
+        return batches_of(plan, scheme_of(plan, chosen), self.key)
 
     @property
     def scale(self) -> float:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from quell.adapters.users import Owned
 from quell.errors import QuellError
 from quell.schemes import Batches
 from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
-from quell.torch.users import Owned
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan

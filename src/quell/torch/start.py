@@ -8,24 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quell.adapters.choice import select
-from quell.adapters.scheme import scheme_of
+from quell.adapters.scheme import batches_of, scheme_of
 from quell.adapters.secrets import opened
+from quell.adapters.users import owned_rows, require_planned_units
 from quell.budget import Budget, Entry
 from quell.budget.claims import run_claim
 from quell.budget.entry import entry_of
 from quell.errors import QuellError
 from quell.noise import Key
-from quell.schemes import Batches
 from quell.torch.checks import warn_about_optimizer, warn_about_sampler
 from quell.torch.distributed import agree, share_key, world
 from quell.torch.loader import dataset_of
 from quell.torch.noise import CorrelatedNoise
 from quell.torch.run import TrainingRun
-from quell.torch.users import owned_rows, require_planned_units
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -65,14 +64,18 @@ def started_run(
     rows_per_user: int = 1,
 ) -> Iterator[TrainingRun]:
     """A run that lasts, unless what is built on it inside the `with` fails: then its key is free for the next try."""
-    numbers = require_planned_units(plan, dataset_of(data), users, rows_per_user)
+    dataset: Any = dataset_of(data)
+    if users is None and plan.run.drawn != "example":
+        users = getattr(dataset, "users", None)
+    ids = users.detach().cpu().numpy() if isinstance(users, Tensor) else users
+    numbers = require_planned_units(plan, ids, rows_per_user, len(dataset))
     warn_about_optimizer(plan, optimizer)
     warn_about_sampler(data)
     rank, size = world()
     chosen = select(plan, options.mechanism)
     scheme = scheme_of(plan, chosen)
     key, ledger = options.secrets(rank)
-    batches = Batches(scheme, plan.run.examples or 0, key.derive("quell batches"), plan.run.drawn)
+    batches = batches_of(plan, scheme, key)
     owned = None if numbers is None else owned_rows(numbers, plan, rows_per_user, key)
     noise = CorrelatedNoise(
         chosen,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from quell.adapters.choice import refuse_other_data, refuse_user_level
 from quell.errors import QuellError, require_count
 from quell.noise import Key
@@ -22,6 +20,7 @@ class Owned:
     """The rows that a run's units are made of: at most `most` of each user's at a step."""
 
     rows: UserRows
+    examples: int  # how many rows the data has, also those of nobody
     most: int
     steps_per_turn: int
     name: dict[str, Any]  # what a resumed run must have in common
@@ -31,9 +30,12 @@ class Owned:
         return self.rows.taken(users, step // self.steps_per_turn, self.most)
 
 
-def require_planned_units(plan: Plan, dataset: Any, users: Any, rows_per_user: int) -> Indices | None:
-    """The number of each example's user, None where batches are of examples; refused unless the plan is for them."""
-    most, examples = require_count("rows_per_user", rows_per_user), len(dataset)
+def require_planned_units(plan: Plan, users: Any, rows_per_user: int, examples: int | None = None) -> Indices | None:
+    """The number of each example's user, None where batches are of examples; refused unless the plan is for them.
+
+    `users` has one id per example; `examples` is how many the data has, where that is known.
+    """
+    most = require_count("rows_per_user", rows_per_user)
     if plan.run.drawn == "example":
         if users is not None or most > 1:
             raise QuellError(
@@ -41,17 +43,16 @@ def require_planned_units(plan: Plan, dataset: Any, users: Any, rows_per_user: i
                 "examples: make a plan with users= (how many there are) in place of examples="
             )
         refuse_user_level(plan)
-        refuse_other_data(plan, examples)
+        if examples is not None:
+            refuse_other_data(plan, examples)
         return None
-    ids = getattr(dataset, "users", None) if users is None else users
-    if ids is None:
+    if users is None:
         raise QuellError(
-            "the plan's promise is per user, but nothing says whose the examples are: pass users= to make_private, one "
-            "id per example, or give the data set an attribute `users`"
+            "the plan's promise is per user, but nothing says whose the examples are: pass users= to make_private, or "
+            "in JAX to privatize, one id per example; in PyTorch a data set may have an attribute `users` instead"
         )
-    number = numbered if plan.run.drawn == "user" else shared
-    numbers = number(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids)
-    if len(numbers) != examples:
+    numbers = (numbered if plan.run.drawn == "user" else shared)(users)
+    if examples is not None and len(numbers) != examples:
         raise QuellError(f"there are {len(numbers):,} ids of users for {examples:,} examples: pass one per example")
     if (found := int(numbers.max(initial=-1)) + 1) != plan.run.examples:
         raise QuellError(
@@ -65,4 +66,4 @@ def owned_rows(numbers: Indices, plan: Plan, rows_per_user: int, key: Key) -> Ow
     """The rows of a run's users, in an order that the run's key decides."""
     rows = UserRows.of(numbers, key.derive("quell rows of users"))
     name = {"users": rows.digest(key.derive("quell users")), "rows_per_user": rows_per_user}
-    return Owned(rows, rows_per_user, plan.run.steps_per_epoch, name)
+    return Owned(rows, len(numbers), rows_per_user, plan.run.steps_per_epoch, name)

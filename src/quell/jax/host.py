@@ -1,0 +1,249 @@
+"""What a run keeps on the host, and the transformation that asks it.
+
+What is traced and what stays on the host. The state is a pytree of the step, the buffers of those recurrences that have
+any, and the name of the run; never the key. A step asks the host for the key by a callback, and the host answers after
+it has noted the step: in the ledger, on the disk, if there is one. So the key is in no compiled program, and a step
+whose noise may not be used gets no key: its updates are NaN, as are all that follow, and `check` says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import io_callback
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from quell.adapters.choice import described
+from quell.errors import QuellError
+from quell.jax.alone import manual_axes
+from quell.jax.devices import platform_of
+from quell.jax.normals import Source
+from quell.jax.processes import counts_steps
+from quell.jax.rows import Row, add_row
+from quell.jax.slices import Slice
+from quell.jax.state import REFUSALS, NoiseState
+from quell.jax.watch import Watch
+from quell.noise import Key, Ledger, NoiseSpec
+from quell.noise.fingerprint import Fingerprint
+from quell.noise.generators import key_words
+from quell.noise.guard import ReleaseGuard
+from quell.noise.layout import whole
+from quell.noise.secrecy import never_copied
+from quell.noise.stream import UNRECORDED, UnrecordedKeyWarning
+
+f32, i32, u32 = jnp.float32, jnp.int32, jnp.uint32
+
+
+class Host:
+    """One run: its key, what it has released, and how its steps are traced."""
+
+    def __init__(
+        self,
+        spec: NoiseSpec,
+        params: Any,
+        key: Key,
+        generator: str,
+        expected: float,
+        ledger: Path | None,
+        recorded: bool,
+        watch: Watch | None,
+        whose: str = "",
+    ) -> None:
+        """`recorded` says whether process 0 keeps a ledger, `ledger` where; `whose` names the users of a run."""
+        named, self._tree = jax.tree_util.tree_flatten_with_path(params)
+        leaves = [leaf for _, leaf in named]
+        if not leaves:
+            raise QuellError("params has no arrays: pass the parameters that are trained")
+        if expected <= 0:
+            raise QuellError(f"expected_batch_size={expected:g} must be positive")
+        self._slices = tuple(Slice.of(leaf) for leaf in leaves)
+        meshes = {where.mesh for where in self._slices if where.mesh is not None}
+        if len(meshes) > 1:
+            raise QuellError("the parameters lie on different meshes: shard them all over one")
+        self._mesh = next(iter(meshes), None)
+        names = tuple(jax.tree_util.keystr(path) for path, _ in named)
+        spec = replace(spec, promise=f"{spec.promise} {described(names, leaves)}{whose}")
+        self.spec, self.key, self.generator = spec, key, generator
+        self._recipe, self._expected = spec.recipe(), np.float32(expected)
+        self._platform = platform_of(leaves)
+        self.name = np.frombuffer(
+            blake2b(f"{key.id} {spec.made_by(generator)}".encode(), digest_size=16).digest(), "<u4"
+        )
+        shards = whole(leaves)
+        if ledger is None and key.loaded and not key.seeded:
+            warnings.warn(UNRECORDED, UnrecordedKeyWarning, stacklevel=3)
+        kept = None if ledger is None else Ledger(ledger)
+        self._recorded, self.watch = recorded, watch
+        try:
+            self.guard = ReleaseGuard(key, spec.made_by(generator), shards, kept, replay=True)
+        except QuellError:
+            if kept is not None:
+                kept.close()
+            raise
+        self._witness = Fingerprint(key, shards, None)
+        self._words = np.stack([key_words(generator, key, number) for number in range(len(leaves))])
+        self._begun = False
+        self._compiled = jax.jit(partial(self._update, ()))  # callbacks and shard_map want a traced program
+
+    __reduce_ex__ = never_copied("a run holds a key and is never pickled or copied: save its state")
+
+    def init(self, params: Any) -> NoiseState:
+        self._leaves(params, [where.shape for where in self._slices])
+        buffers = []
+        for where in self._slices:
+            sharding = None if where.mesh is None else NamedSharding(where.mesh, P(None, *where.spec))
+            buffers.append(jnp.zeros((self._recipe.buffers, *where.shape), f32, device=sharding))
+        everywhere = None if self._mesh is None else NamedSharding(self._mesh, P())
+        step, refused, run = (jax.device_put(each, everywhere) for each in (np.int32(0), np.int32(0), self.name))
+        return NoiseState(step, refused, run, tuple(buffers))
+
+    def update(
+        self, updates: Any, state: NoiseState, params: Any = None, *, norms: Any = None, **_: Any
+    ) -> tuple[Any, NoiseState]:
+        """As optax has it. `norms` are those of `clipped_grad(..., with_norms=True)`, for a log that wants them."""
+        norms = None if self.watch is None else self.watch.wanted(norms)
+        manual = manual_axes()
+        if manual:
+            return self._update(manual, updates, state, norms)
+        means, after = self._compiled(updates, state, norms)
+        return means, after
+
+    def _update(
+        self, manual: tuple[str, ...], updates: Any, state: NoiseState, norms: Array | None
+    ) -> tuple[Any, NoiseState]:
+        needed = {axis for where in self._slices for axes in where.axes for axis in axes}
+        if manual and not needed <= set(manual):
+            raise QuellError(f"inside shard_map, all axes that parameters are sharded over must be manual: {needed}")
+        shapes = [where.local if manual else where.shape for where in self._slices]
+        sums = self._leaves(updates, shapes)
+        code, keys, zero, expected = self._ask(manual, state, sums)
+        refused = jnp.where(state.refused != 0, state.refused, code)
+
+        def step(step: Array, keys: Array, zero: Array, sums: Any, buffers: Any) -> Any:
+            source = Source(self.generator, keys, zero)
+            row = Row.of(self._recipe, step)
+            return add_row(self._recipe, source, self._slices, lax.axis_index, row, sums, buffers, self._platform)
+
+        made: Callable[..., Any] = step
+        if self._mesh is not None and not manual:
+            specs = [P() if where.spec is None else where.spec for where in self._slices]
+            kept = [P(None, *spec) for spec in specs]
+            made = jax.shard_map(
+                step, mesh=self._mesh, in_specs=(P(), P(), P(), specs, kept), out_specs=(specs, kept), check_vma=False
+            )
+        noisy, buffers = made(state.step, keys, zero, list(sums), list(state.buffers))
+        sound = refused == 0
+        if self.watch is not None:
+            self.watch.tell(manual, state.step, noisy, sound, norms)
+        means = [
+            jnp.where(sound, released / expected, jnp.nan).astype(total.dtype)
+            for released, total in zip(noisy, sums, strict=True)
+        ]
+        after = NoiseState(state.step + sound.astype(jnp.int32), refused, state.run, tuple(buffers))
+        return jax.tree_util.tree_unflatten(self._tree, means), after
+
+    def _leaves(self, tree: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        leaves: list[Any]
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        if structure != self._tree:
+            raise QuellError(
+                "these are not the parameters that privatize was called with: pass the same tree, in order"
+            )
+        for leaf, shape in zip(leaves, shapes, strict=True):
+            if tuple(leaf.shape) != tuple(shape):
+                raise QuellError(f"a leaf has shape {tuple(leaf.shape)}, where privatize was given {tuple(shape)}")
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise QuellError(f"a leaf has dtype {leaf.dtype}: noise is added to floating-point sums")
+        return leaves
+
+    def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:
+        """The host's answer, from one device: refusal, keys, zero and the expected batch size.
+
+        Question and answer are one array each: every array costs a copy between device and host.
+        """
+        shown: list[Array] = []
+        if self._recorded:
+            shown = [_gathered(each, where) if manual else each for each, where in zip(sums, self._slices, strict=True)]
+        # A number of the sums goes along, so that sums that are mapped over ask once each, and get noise once.
+        marks = [lax.slice(each, [0] * each.ndim, [min(1, size) for size in each.shape]) for each in sums]
+        mark = sum((first.sum().astype(f32) for first in marks), f32(0))
+        numbers = (state.step, state.refused, _differ(sums, self._slices, manual), mark)
+        question = jnp.concatenate([*(lax.bitcast_convert_type(each, u32)[None] for each in numbers), state.run])
+        expected = jax.ShapeDtypeStruct((3 + self._words.size,), u32)
+
+        def ask() -> Array:
+            told: Array = io_callback(self._answer, expected, question, shown)
+            return told
+
+        if manual:
+            first = sum(lax.axis_index(axis) for axis in manual) == 0
+            told = lax.psum(lax.cond(first, ask, lambda: jnp.zeros(expected.shape, u32)), manual)
+        else:
+            told = ask()
+        keys = told[3:].reshape(self._words.shape)
+        return lax.bitcast_convert_type(told[0], i32), keys, told[1], lax.bitcast_convert_type(told[2], f32)
+
+    def _answer(self, question: Any, sums: Any) -> Any:
+        """Runs on the host, once per step, before anything of the step is released."""
+        (step, refused, differ), run = np.asarray(question[:3]).view(np.int32).tolist(), np.asarray(question[4:])
+        code = 0
+        if not refused:
+            try:
+                self._allow(step, run, bool(differ), [np.asarray(total) for total in sums])
+            except QuellError as problem:
+                REFUSALS.append(str(problem))
+                code = len(REFUSALS)
+        keys = np.zeros_like(self._words) if code or refused else self._words
+        return np.concatenate([np.array([code, 0, self._expected.view(np.uint32)], np.uint32), keys.ravel()])
+
+    def _allow(self, step: int, run: Any, differ: bool, sums: list[Any]) -> None:
+        if not counts_steps():
+            raise QuellError("process 0 counts the steps, but another one was asked: put its device first in the mesh")
+        if differ:
+            raise QuellError(
+                "devices that hold the same parameters have different sums, and the same noise would hide neither: add "
+                "the sums up over data-parallel axes (lax.psum) before update"
+            )
+        if not np.array_equal(run, self.name):
+            raise QuellError(
+                "the state belongs to another key, plan, max_grad_norm, generator or set of parameters: resume with "
+                "exactly those it was saved under"
+            )
+        if step >= self.spec.steps:
+            raise QuellError(f"the plan ends after {self.spec.steps:,} steps: stop here, or make a new plan and key")
+        if not self._begun:
+            self.guard.check_resuming(step, step, replay=True)
+        if self.watch is not None:
+            self.watch.begin(step, max(step, self.guard.released))
+        witness = self._witness(sums) if self._recorded else None
+        self.guard.before(step, step + 1, witness)
+        self._begun = True
+
+
+def _gathered(total: Array, where: Slice) -> Array:
+    for dimension, axes in enumerate(where.axes):
+        if axes:
+            total = lax.all_gather(total, axes, axis=dimension, tiled=True)
+    return total
+
+
+def _differ(sums: Sequence[Array], slices: Sequence[Slice], manual: tuple[str, ...]) -> Array:
+    """() 1 if devices of a `shard_map` have other sums for the same elements, by sums of their bits; else 0."""
+    differ = i32(0)
+    for total, where in zip(sums, slices, strict=True):
+        held = {axis for axes in where.axes for axis in axes}
+        if others := tuple(axis for axis in manual if axis not in held):
+            bits = lax.bitcast_convert_type(total.astype(f32), u32).sum(dtype=u32)
+            differ = jnp.maximum(differ, (lax.pmax(bits, others) != lax.pmin(bits, others)).astype(i32))
+    return lax.pmax(differ, manual) if manual else differ
