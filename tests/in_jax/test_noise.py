@@ -232,6 +232,27 @@ def test_the_users_own_shard_map_and_a_chain() -> None:
     check(state)
 
 
+@pytest.mark.slow
+def test_sums_that_were_not_added_up_get_no_noise() -> None:
+    """Devices with sums of their own under the same noise: the difference of two releases would have none."""
+    private = privatize(cases.spec("independent"), jnp.zeros(6), expected_batch_size=1.0, key=seeded(7))
+    state = private.init(jnp.zeros(6))
+
+    def step(sums: Any, state: Any) -> Any:
+        return private.update(sums[0], state)
+
+    apart = jax.shard_map(step, mesh=mesh(2, 1), in_specs=(P("x"), P()), out_specs=(P(), P()), check_vma=False)
+    same, different = np.zeros((2, 6), np.float32), np.zeros((2, 6), np.float32)
+    different[1, 5] = 1e-30
+    noisy, after = jax.jit(apart)(different, state)
+    assert np.isnan(noisy).all()
+    with pytest.raises(Exception, match="have different sums"):
+        check(after)
+    noisy, after = jax.jit(apart)(same, state)
+    check(after)
+    assert np.isfinite(noisy).all()
+
+
 def test_the_key_is_in_no_program() -> None:
     key = seeded(11)
     private = privatize(cases.spec("independent"), jnp.zeros(9), expected_batch_size=1.0, key=key)

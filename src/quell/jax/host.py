@@ -91,7 +91,7 @@ class Host:
             if kept is not None:
                 kept.close()
             raise
-        self._witness = Fingerprint(key, shards, None)
+        self._witness = None if kept is None else Fingerprint(key, shards, None)
         self._words = np.stack([key_words(generator, key, number) for number in range(len(leaves))])
         self._begun = False
         self._compiled = jax.jit(partial(self._update, ()))  # callbacks and shard_map want a traced program
@@ -196,7 +196,8 @@ class Host:
 
     def _answer(self, question: Any, sums: Any) -> Any:
         """Runs on the host, once per step, before anything of the step is released."""
-        (step, refused, differ), run = np.asarray(question[:3]).view(np.int32).tolist(), np.asarray(question[4:])
+        asked = np.asarray(question)  # as NumPy from here on: an operation of JAX could wait for the step that waits
+        (step, refused, differ), run = asked[:3].view(np.int32).tolist(), asked[4:]
         code = 0
         if not refused:
             try:
@@ -226,7 +227,7 @@ class Host:
             self.guard.check_resuming(step, step, replay=True)
         if self.watch is not None:
             self.watch.begin(step, max(step, self.guard.released))
-        witness = self._witness(sums) if self._recorded else None
+        witness = None if self._witness is None else self._witness(sums)
         self.guard.before(step, step + 1, witness)
         self._begun = True
 

@@ -154,9 +154,16 @@ def privatize(
         expected = require_finite("expected_batch_size", batches.expected_size if batches else expected_batch_size or 0)
         whose = "" if owned is None else f" {owned.name}"
         host = Host(spec, params, secret, generator, expected, path, recorded, watch, whose)
-        return Private._made(host, owned, None if batches is None else (chosen, batches, bound))
+        started.append(Private._made(host, owned, None if batches is None else (chosen, batches, bound)))
+        return started[0]
 
-    private = everywhere(made)
-    watching = None if private.host.watch is None else private.host.watch.log.norms
-    require_agreement(blake2b(f"{private.host.name.tolist()} {watching}".encode(), digest_size=16).digest())
+    started: list[Private] = []
+    try:
+        private = everywhere(made)
+        watching = None if private.host.watch is None else private.host.watch.log.norms
+        require_agreement(blake2b(f"{private.host.name.tolist()} {watching}".encode(), digest_size=16).digest())
+    except QuellError:
+        for each in started:  # another process cannot start: the key is free for the next try
+            each.close()
+        raise
     return private
