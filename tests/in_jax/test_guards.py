@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from quell.planning import Plan
 from quell.schemes import Batches, Poisson
 from tests.noise import cases
 
+from ..user_streams import IDS, user_plan
 from .trees import seeded
 
 PARAMS = {"w": np.zeros((7, 30), np.float32)}
@@ -208,3 +210,16 @@ def test_batches_of_random_size_are_padded() -> None:
         list(PaddedBatches(stream, 5))
     with pytest.raises(IndexError):
         drawn[50]
+
+
+def test_a_loader_may_look_batches_up_in_any_order_and_process() -> None:
+    """What grain asks of a random-access source: a length, items by number, and a copy for every worker."""
+    plan = user_plan("b_min_sep")
+    private = privatize(plan, PARAMS, 1.0, users=IDS, rows_per_user=2, key=seeded(3))
+    source = batches(plan, 40, private.key, users=private.users, devices=8)
+    assert source.size % 8 == 0
+    copy = pickle.loads(pickle.dumps(source))
+    in_order = list(source)
+    for step in np.random.default_rng(1).permutation(len(source)):
+        for mine, other in zip(in_order[step], copy[int(step)], strict=True):
+            np.testing.assert_array_equal(mine, other)

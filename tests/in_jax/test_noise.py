@@ -172,6 +172,27 @@ def test_many_pieces_make_the_bits_of_one() -> None:
         np.testing.assert_array_equal(np.asarray(noisy), summed)
 
 
+@pytest.mark.slow
+def test_a_run_in_pytorch_is_checked_in_jax() -> None:
+    torch = pytest.importorskip("torch")
+    from quell.torch import CorrelatedNoise
+
+    spec, names = cases.spec("bsr"), ("a", "b")
+    tensors = {name: torch.zeros(5, 300) for name in names}
+    noise = CorrelatedNoise(spec, tensors, key=seeded(7))
+    like = {name: jnp.zeros((5, 300)) for name in names}
+    private = privatize(spec, like, expected_batch_size=1.0, key=seeded(7))
+    state = private.init(like)
+    for step in range(4):
+        sums = {name: np.full((5, 300), step, np.float32) for name in names}
+        theirs = [torch.from_numpy(sums[name].copy()) for name in names]
+        noise.add_(theirs)
+        ours, state = private.update(sums, state)
+        for name, released in zip(names, theirs, strict=True):
+            np.testing.assert_array_equal(np.asarray(ours[name]), released.numpy())
+    check(state)
+
+
 @pytest.fixture(scope="module")
 def scanned() -> tuple[Any, Any]:
     """A whole run of forty steps in one scan, on zeros, and its transformation."""
