@@ -102,25 +102,28 @@ def test_bfloat16_models_and_flax() -> None:
     )
 
 
-def noisy_loss(params: Any, x: Any, y: Any, key: Any) -> Any:
-    return loss(params, x, y + jax.random.normal(key))
-
-
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_units_of_several_devices_are_clipped_apart(check_vma: bool) -> None:
     """With check_vma, JAX would add up the gradients of shared parameters over devices before they are clipped."""
-    x, y = X[:8], Y[:8]
-    keys, mask = jax.random.split(jax.random.key(1), 8), np.arange(8) != 5
-    sums = clipped_grad(noisy_loss, 0.7, micro_batch=3)  # the last part is filled up, with keys too
+    sums, mask = clipped_grad(loss, 0.7, micro_batch=3), np.arange(8) != 5
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    parts = (P(), P("d"), P("d"))
 
     def together(params: Any, batch: Any, mask: Any) -> Any:
         return jax.lax.psum(sums(params, batch, mask), "d")
 
-    shared = jax.shard_map(together, mesh=mesh, in_specs=parts, out_specs=P(), check_vma=check_vma)
-    noise = jax.vmap(jax.random.normal)(keys)
-    close(jax.jit(shared)(PARAMS, (x, y, keys), mask), by_hand(x[mask], np.asarray(y + noise)[mask], 0.7))
+    parts = (P(), P("d"), P("d"))
+    shared = jax.jit(jax.shard_map(together, mesh=mesh, in_specs=parts, out_specs=P(), check_vma=check_vma))
+    close(shared(PARAMS, (X[:8], Y[:8]), mask), by_hand(X[:8][mask], Y[:8][mask], 0.7))
+
+
+@pytest.mark.slow
+def test_random_keys_are_part_of_a_batch_that_is_cut() -> None:
+    def noisy(params: Any, x: Any, y: Any, key: Any) -> Any:
+        return loss(params, x, y + jax.random.normal(key))
+
+    keys = jax.random.split(jax.random.key(1), 11)
+    shifted = np.asarray(Y + jax.vmap(jax.random.normal)(keys))
+    close(jax.jit(clipped_grad(noisy, 0.7, micro_batch=4))(PARAMS, (X, Y, keys)), by_hand(X, shifted, 0.7))
 
 
 def test_a_loss_that_needs_other_devices_is_refused() -> None:
@@ -132,7 +135,7 @@ def test_a_loss_that_needs_other_devices_is_refused() -> None:
         sums = clipped_grad(coupled, 1.0)
         wrong = jax.shard_map(lambda x, s=sums: s(jnp.ones(5), (x,)), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
         with pytest.raises(QuellError, match="computed with those of other devices"):
-            wrong(X[:4])
+            jax.eval_shape(wrong, X[:4])
 
 
 def test_a_bound_that_is_not_kept_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
