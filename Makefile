@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AXE := $(VENV)/axe.min.js
+# Compiled code is kept, also where the machine says otherwise: without it every process compiles torch's source anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test test-all lint demo docs bench attack format clean screenshot
 .DEFAULT_GOAL := test

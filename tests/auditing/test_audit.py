@@ -14,12 +14,13 @@ from torch.utils.data import TensorDataset
 
 from attacks import truth
 from quell import QuellError
+from quell.adapters import scheme as drawing
 from quell.auditing import independent_bound, lower_bound, rehearse
 from quell.auditing.one_run import chance
 from quell.planning import Plan, Prices
 from quell.run import Run
 from quell.schemes import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson
-from quell.torch import canaries, make_private, start
+from quell.torch import canaries, make_private
 
 from ..pytorch.training import seeded
 
@@ -195,7 +196,7 @@ def test_batches_of_another_scheme_are_found(monkeypatch):
     def other(scheme, *rest):
         return Batches(Cyclic(scheme.steps, scheme.separation // 2), *rest)
 
-    for room in (start, canaries):
+    for room in (drawing, canaries):
         monkeypatch.setattr(room, "Batches", other)
     found = trained().audit()
     assert found.broken

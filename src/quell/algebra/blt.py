@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq
 
 from quell._types import Array
 from quell.algebra.exponential_sums import participation_sum, response_sum, separated, summation_rule
@@ -244,6 +243,8 @@ def _secular_root(alphas: Array, gaps: Array, i: int) -> tuple[int, float]:
     else:
         half = 0.5 * float(gaps[i + 1] - gaps[i])
         origin, low, high = (i, 0.0, half) if pole_free(half, i) >= 0.0 else (i + 1, -half, 0.0)
+    from scipy.optimize import brentq  # here, because its import takes a tenth of a second
+
     offset = brentq(pole_free, low, high, args=(origin,), xtol=1e-300, rtol=1e-15, maxiter=1000)
     return origin, float(offset)
 

@@ -7,27 +7,13 @@ status 1, and so is one that an audit breaks.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from importlib import import_module
+from typing import Annotated, Any, cast
 
 import typer
 
 from quell import __version__
-from quell.cli import (
-    audit,
-    bench,
-    budget,
-    compare,
-    diff,
-    mechanisms,
-    plan,
-    price,
-    serve,
-    terminal,
-    train,
-    tune,
-    verify,
-    watch,
-)
+from quell.cli import terminal
 from quell.cli.help import Group, add
 from quell.errors import QuellError
 
@@ -51,30 +37,52 @@ _INVALID = 2
 _INTERRUPTED = 130  # the exit status of programs that Ctrl-C ended
 _USAGE: Any = typer.BadParameter.__mro__[1]  # UsageError, of click or of Typer's own copy of it
 
-app = typer.Typer(
-    cls=Group,
-    help=HELP,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (
-    plan.plan,
-    serve.serve,
-    bench.bench,
-    price.price,
-    compare.compare,
-    diff.diff,
-    verify.verify,
-    audit.audit,
-    train.train,
-    train.predict,
-    tune.tune,
-    watch.watch,
-    mechanisms.mechanisms,
-):
-    add(app, command)
-app.add_typer(budget.app)
+_STYLE: Any = {
+    "rich_markup_mode": "rich",
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+_HOMES = {  # every command and its file, as --help lists them
+    "plan": "plan",
+    "serve": "serve",
+    "bench": "bench",
+    "price": "price",
+    "compare": "compare",
+    "diff": "diff",
+    "verify": "verify",
+    "audit": "audit",
+    "train": "train",
+    "predict": "train",
+    "tune": "tune",
+    "watch": "watch",
+    "mechanisms": "mechanisms",
+    "budget": "budget",
+}
+
+
+class _Commands(Group):
+    """All commands; each file is imported when its command is asked for, because some take a second to import."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_HOMES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        for name in [cmd_name] if cmd_name in _HOMES else _HOMES:  # a misspelled one is compared with all
+            if name not in self.commands:
+                self.commands[name] = typer.main.get_command(_app_of(name))
+        return super().get_command(ctx, cmd_name)
+
+
+def _app_of(name: str) -> typer.Typer:
+    home = import_module(f"quell.cli.{_HOMES[name]}")
+    if hasattr(home, "app"):
+        return cast(typer.Typer, home.app)
+    alone = typer.Typer(add_completion=False, **_STYLE)
+    add(alone, getattr(home, name))
+    return alone
+
+
+app = typer.Typer(cls=_Commands, help=HELP, **_STYLE)
 
 
 def _version(wanted: bool) -> None:
@@ -105,7 +113,8 @@ def main() -> None:
         terminal.complain(str(problem))
     except _USAGE as problem:
         status = _INVALID
-        terminal.complain(_sentence(problem))
+        if problem.format_message():  # empty where the help was shown instead
+            terminal.complain(_sentence(problem))
     except (KeyboardInterrupt, typer.Abort):  # which newer versions of Typer turn into the status
         status = _INTERRUPTED
     if status == _INTERRUPTED:
@@ -117,4 +126,4 @@ def _sentence(problem: Any) -> str:
     """What Typer says about a wrong option, as Quell says it."""
     text = problem.format_message().rstrip(".")
     path = "quell" if problem.ctx is None else problem.ctx.command_path
-    return f"{text[:1].lower()}{text[1:]}: see {path} --help"
+    return f"{text[:1].lower()}{text[1:]}{' See' if text.endswith('?') else ': see'} {path} --help"

@@ -31,7 +31,9 @@ What all runs on one data set may spend together, and have spent.
 
 Add a run before it starts.
 """
-app = typer.Typer(name="budget", cls=Group, help=HELP, no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(
+    name="budget", cls=Group, help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
+)
 
 File = Annotated[Path, typer.Argument(help="A budget made by quell budget init.")]
 
