@@ -1,13 +1,19 @@
-"""What noise costs in time: nanoseconds per parameter and step, on a kind of device.
+"""What noise costs in time: nanoseconds per parameter and step, on a kind of device with a generator.
 
     base + draw·(draws − 1) + buffer·buffers
 
 Three numbers per device, fitted to the measurements in `benchmarks/results/noise_*.md` (10⁸ float32 parameters on a
-GPU, 10⁷ on a CPU, ChaCha20): `base` is adding independent noise to a gradient, `draw` making one more noise vector anew
-from its counters, `buffer` reading and writing one more model-sized vector, as a `blt` does (a ring of buffers writes
-only one of them and takes half). Those of ChaCha8 (`h200-chacha8`, `cpu-chacha8`) are derived and not measured, by the
-rule in `quell.noise.buffering`. `quell bench` measures ChaCha20 on this machine and keeps the numbers in the cache
-folder, where `device("measured")` finds them.
+GPU, 10⁷ on a CPU): `base` is adding independent noise to a gradient, `draw` making one more noise vector anew
+from its counters, `buffer` reading and writing one more model-sized vector, as a `blt` does. `quell bench` measures
+ChaCha20 on this machine and keeps the numbers in the cache folder, where `device("measured")` finds them.
+
+With p coefficients of C⁻¹ a step needs the draws of p steps. Each old draw that is kept (`KEPT`) saves making it, at
+the price of a float32 vector of the model's size; the newest are kept, the others made again, the same bits.
+
+The costs of ChaCha8 are not measured but derived. On the H200: linear in the rounds, with Philox's costs as what is
+left without any (most of it the transform to normals, which is the same); Philox's own rounds make this too high rather
+than too low. On the CPU: ChaCha20's, less what 12 rounds took in a direct comparison of the two on a busy machine,
+where a draw of ChaCha8 took 0.61 times as long.
 
 A limit on noise time is a share of the time of a training step. It is turned into nanoseconds per parameter when a plan
 is made and stored with the plan, so that a plan file means the same on every machine.
@@ -19,7 +25,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 from quell import cache, files
 from quell.errors import QuellError, require_count, require_finite, short
@@ -99,12 +105,55 @@ class TimeLimit:
         return self.cost.of(buffers, draws) <= self.most
 
 
-DEVICES = {
+class Line(NamedTuple):
+    """Nanoseconds of a step with old draws that are kept: `start` without any, `each` more for every one."""
+
+    start: float
+    each: float
+
+
+DEVICES: Final = {  # ChaCha20, unless the name says otherwise
     "h200": NoiseCost(base=0.0040, draw=0.0036, buffer=0.0015),  # noise_gpu.md: 0.404 ms, p=16 5.804, BLT d=4 1.013
     "h200-chacha8": NoiseCost(base=0.0029, draw=0.0023, buffer=0.0015),
+    "h200-philox": NoiseCost(base=0.0021, draw=0.0014, buffer=0.0015),
     "cpu": NoiseCost(base=1.4, draw=0.7, buffer=0.15),  # noise_cpu.md, two cores: 15.9 ms, p=16 117.9, BLT d=4 19.8
     "cpu-chacha8": NoiseCost(base=1.1, draw=0.43, buffer=0.15),
+    "cpu-philox": NoiseCost(base=2.1, draw=0.95, buffer=0.15),
 }
+KEPT: Final = {
+    "h200": Line(0.0030, 0.0009),
+    "h200-chacha8": Line(0.0030, 0.0009),
+    "h200-philox": Line(0.0031, 0.0009),
+    "cpu": Line(1.3, 0.17),
+    "cpu-chacha8": Line(1.0, 0.17),
+    "cpu-philox": Line(1.5, 0.17),
+}
+WORTH_IT: Final = 0.8  # memory is spent only where a step then takes at most this part of its time
+
+
+def draws_to_keep(coefficients: int, kind: str, generator: str, memory: float) -> int:
+    """How many of the p−1 old draws to keep in `memory` (in float32 copies of the model) on "cpu" or "cuda".
+
+    All that fit, if that saves a fifth of a step's time; otherwise none.
+
+    >>> [draws_to_keep(16, "cuda", "chacha20", memory) for memory in (1, 8, 100)]
+    [0, 8, 15]
+    """
+    name = name_of(kind, generator)
+    remade, kept = DEVICES[name], KEPT[name]
+    most = int(min(coefficients - 1, memory))
+    time = kept.start + kept.each * most + remade.draw * (coefficients - 1 - most)
+    return most if time <= WORTH_IT * remade.of(0, coefficients) else 0
+
+
+def name_of(kind: str, generator: str) -> str:
+    """The name in `DEVICES` of a kind of device, as PyTorch calls it, with a generator.
+
+    >>> name_of("cuda", "chacha20"), name_of("cpu", "philox")
+    ('h200', 'cpu-philox')
+    """
+    place = "h200" if kind == "cuda" else "cpu"
+    return place if generator == "chacha20" else f"{place}-{generator}"
 
 
 def device(name: str) -> NoiseCost:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from quell import QuellError
+from quell.costs import draws_to_keep
 from quell.noise import Key, NoiseSpec, NoiseStream, Shard, generators
 from quell.noise.audit import collect
-from quell.noise.buffering import draws_to_keep
 from quell.noise.cpu import CpuEngine
 from quell.noise.layout import WORDS, whole
 from quell.strategy.recurrence import Regenerate

@@ -1,4 +1,4 @@
-"""Numba's `njit` as Quell uses it: cached on disk where that is possible, compiled afresh where it is not.
+"""Numba's `njit` as Quell uses it: compiled at the first call unless a signature is given, and cached on disk.
 
 A read-only install in a container without a writable home has no place for numba's cache, and numba refuses there.
 """

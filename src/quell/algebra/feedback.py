@@ -12,7 +12,7 @@ from quell._types import Array
 from quell.algebra._compile import compiled
 
 
-@compiled("float64(float64[::1], float64[::1])")
+@compiled()
 def _energy(values, divisor):  # type: ignore[no-untyped-def]
     first = 1.0 / divisor[0]
     a, b, c = divisor[1] * first, divisor[2] * first, divisor[3] * first
@@ -35,7 +35,7 @@ def energy(values: Array, divisor: Array) -> float:
     return float(_energy(np.ascontiguousarray(values, dtype=np.float64), padded))
 
 
-@compiled("float64[::1](float64[::1], float64, float64, float64, float64)")
+@compiled()
 def _last_row(rates, decay, momentum, ema, feedback):  # type: ignore[no-untyped-def]
     row = np.empty(len(rates))
     average, weight, moved = 1.0, 0.0, 0.0
@@ -57,7 +57,7 @@ def last_row(rates: Array, decay: float, momentum: float, ema: float, feedback: 
     return np.asarray(_last_row(np.ascontiguousarray(rates), decay, momentum, ema, feedback))
 
 
-@compiled("float64[::1](float64[::1], float64, float64, float64, float64[::1])")
+@compiled()
 def _left_over(rates, decay, momentum, ema, feedback):  # type: ignore[no-untyped-def]
     out = np.empty(len(feedback))
     for row in range(len(feedback)):

@@ -11,7 +11,7 @@ from quell._types import Array
 from quell.algebra._compile import compiled
 
 
-@compiled("float64[::1](float64[::1], float64[::1])")
+@compiled()
 def _recursion(divisor, values):  # type: ignore[no-untyped-def]
     out = np.empty_like(values)
     lags = len(divisor) - 1
@@ -36,7 +36,7 @@ def recursion(divisor: Array, values: Array) -> Array:
     return np.asarray(_recursion(*(np.ascontiguousarray(each, dtype=np.float64) for each in (divisor, values))))
 
 
-@compiled("float64[::1](float64[::1], int64, float64)")
+@compiled()
 def _impulse_response(divisor, most, vanished):  # type: ignore[no-untyped-def]
     out = np.empty(most)
     lags = len(divisor) - 1

@@ -19,9 +19,9 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from quell.costs import draws_to_keep
 from quell.errors import QuellError, require_count
 from quell.noise import arrays, state
-from quell.noise.buffering import draws_to_keep
 from quell.noise.fingerprint import Fingerprint
 from quell.noise.guard import REPLAY, ReleaseGuard
 from quell.noise.key import Key
@@ -64,7 +64,7 @@ class NoiseStream:
 
     Old draws of a banded-inverse strategy with p coefficients are made again by default, which needs no memory. Allow
     `memory`, counted in float32 copies of the model, and as many of them as fit are kept where that is faster on the
-    device at hand (`quell.noise.buffering`): a buffer for each draw less per step, at most p−1, the same bits.
+    device at hand (`quell.costs`): a buffer for each draw less per step, at most p−1, the same bits.
     `buffered` decides by hand: all of them or none.
 
     >>> import numpy as np

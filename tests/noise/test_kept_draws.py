@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quell.noise.buffering import BUFFERED, REGENERATED, WORTH_IT, draws_to_keep
+from quell.costs import DEVICES, KEPT, WORTH_IT, draws_to_keep, name_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-CASES = list(REGENERATED)
+CASES = [(kind, generator) for kind in ("cuda", "cpu") for generator in ("chacha20", "chacha8", "philox")]
 MEASURED = [case for case in CASES if case[1] != "chacha8"]  # whose costs are derived
 
 
@@ -33,32 +33,25 @@ def test_the_choice_is_never_much_slower_than_the_other(device: str, generator: 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_more_is_kept_than_fits_and_only_if_it_saves_a_fifth(case: tuple[str, str]) -> None:
-    remade, kept = REGENERATED[case], BUFFERED[case]
+    remade, kept = DEVICES[name_of(*case)], KEPT[name_of(*case)]
     for bands in (2, 5, 16, 40):
         for memory in (0, 0.9, 1, 3.5, 8, 15, 1000, float("inf")):
             keep = draws_to_keep(bands, *case, memory)
             most = min(bands - 1, memory // 1)
-            saves = kept.at(most + 1) + (bands - 1 - most) * remade.each <= WORTH_IT * remade.at(bands)
+            partly = kept.start + kept.each * most + remade.draw * (bands - 1 - most)
+            saves = partly <= WORTH_IT * (remade.base + remade.draw * (bands - 1))
             assert keep == (most if saves else 0) <= memory
     assert 0 < draws_to_keep(40, *case, 30) < 39  # a part
 
 
-def test_derived_costs_of_chacha8_follow_their_rule() -> None:
-    """On the GPU between Philox, as if it had no rounds, and ChaCha20 with 20; on the CPU below ChaCha20."""
-    for lines in (REGENERATED, BUFFERED):
-        none, few, many = (lines["cuda", name] for name in ("philox", "chacha8", "chacha20"))
-        for a, b, c in zip(none, few, many, strict=True):
-            assert b == pytest.approx(a + 8 / 20 * (c - a), abs=0.006)
-        assert lines["cpu", "chacha8"].start < lines["cpu", "chacha20"].start
-    assert REGENERATED["cpu", "chacha8"].each == pytest.approx(0.61 * REGENERATED["cpu", "chacha20"].each, abs=0.006)
-
-
 @pytest.mark.parametrize("case", MEASURED)
 def test_costs_are_near_what_was_measured(case: tuple[str, str]) -> None:
-    unit = _measured(case[0], "independent", case[1]) / REGENERATED[case].at(1)
+    remade, kept = DEVICES[name_of(*case)], KEPT[name_of(*case)]
+    unit = _measured(case[0], "independent", case[1]) / remade.base
     for bands in (4, 16):
-        for line, noise in ((REGENERATED[case], "BISR p"), (BUFFERED[case], "ring b")):
-            assert line.at(bands) * unit == pytest.approx(_measured(case[0], f"{noise}={bands}", case[1]), rel=0.4)
+        again, ring = remade.of(0, bands), kept.start + kept.each * (bands - 1)
+        for cost, noise in ((again, "BISR p"), (ring, "ring b")):
+            assert cost * unit == pytest.approx(_measured(case[0], f"{noise}={bands}", case[1]), rel=0.4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -68,8 +61,10 @@ def test_independent_noise_keeps_nothing(case: tuple[str, str]) -> None:
 
 def test_the_documented_costs_are_the_ones_used() -> None:
     page = (RESULTS.parents[1] / "docs" / "noise.md").read_text(encoding="utf-8")
-    for title, lines in (("made again", REGENERATED), ("kept", BUFFERED)):
-        cells = " | ".join(f"{lines[case].start:.2f} + {lines[case].each:.2f} (p−1)" for case in CASES)
-        assert f"| {title} | {cells} |" in page
+    names = [name_of(*case) for case in CASES]
+    again = " | ".join(f"{DEVICES[name].base:.3g} + {DEVICES[name].draw:.3g} (p−1)" for name in names)
+    kept = " | ".join(f"{KEPT[name].start:.3g} + {KEPT[name].each:.3g} (p−1)" for name in names)
+    assert f"| made again | {again} |" in page
+    assert f"| kept | {kept} |" in page
     least = [next(p for p in range(2, 99) if draws_to_keep(p, *case, memory=99)) for case in CASES]
     assert f"| kept from, where memory allows | {' | '.join(f'p = {p}' for p in least)} |" in page
