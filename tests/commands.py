@@ -35,7 +35,7 @@ def main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as end:
         cli.main()
     printed = capsys.readouterr()
-    return end.value.code or 0, printed.out, printed.err
+    return int(end.value.code or 0), printed.out, printed.err
 
 
 def remembered(run, progress=None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from typing import Any
 
 import pytest
 
@@ -312,7 +313,7 @@ def test_price_and_plan_certify_the_same_mechanism(files):
 
 def test_progress_names_every_stage_before_it_begins(monkeypatch):
     """A bar that stands at the end of the search while something else goes on is not honest."""
-    heard = []
+    heard: list[Any] = []
     certify = Prices.certify
 
     def watched(self, *arguments, **more):

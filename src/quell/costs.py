@@ -33,7 +33,7 @@ from quell.errors import QuellError, require_count, require_finite, short
 _FILE, _MOST_BYTES = "noise_cost.json", 10_000
 
 
-class Noise(Protocol):
+class NoiseSize(Protocol):
     """Anything with `buffers` (vectors kept between steps) and `draws` (vectors made per step)."""
 
     @property
@@ -105,7 +105,7 @@ class TimeLimit:
         return self.cost.of(buffers, draws) <= self.most
 
 
-class Line(NamedTuple):
+class KeptCost(NamedTuple):
     """Nanoseconds of a step with old draws that are kept: `start` without any, `each` more for every one."""
 
     start: float
@@ -121,12 +121,12 @@ DEVICES: Final = {  # ChaCha20, unless the name says otherwise
     "cpu-philox": NoiseCost(base=2.1, draw=0.95, buffer=0.15),
 }
 KEPT: Final = {
-    "h200": Line(0.0030, 0.0009),
-    "h200-chacha8": Line(0.0030, 0.0009),
-    "h200-philox": Line(0.0031, 0.0009),
-    "cpu": Line(1.3, 0.17),
-    "cpu-chacha8": Line(1.0, 0.17),
-    "cpu-philox": Line(1.5, 0.17),
+    "h200": KeptCost(0.0030, 0.0009),
+    "h200-chacha8": KeptCost(0.0030, 0.0009),
+    "h200-philox": KeptCost(0.0031, 0.0009),
+    "cpu": KeptCost(1.3, 0.17),
+    "cpu-chacha8": KeptCost(1.0, 0.17),
+    "cpu-philox": KeptCost(1.5, 0.17),
 }
 WORTH_IT: Final = 0.8  # memory is spent only where a step then takes at most this part of its time
 
@@ -222,7 +222,7 @@ class Limits:
         """The limit on memory as a number."""
         return math.inf if self.memory is None else self.memory
 
-    def fits(self, noise: Noise) -> bool:
+    def fits(self, noise: NoiseSize) -> bool:
         """Whether noise stays within all limits."""
         in_time = self.time_limit is None or self.time_limit.allows(noise.buffers, noise.draws)
         return noise.buffers <= self.buffers and noise.draws <= self.draws and in_time

@@ -11,7 +11,7 @@ import pytest
 
 from quell.analysis.sensitivity import sensitivity
 from quell.noise import Key, NoiseSpec, NoiseStream, Shard
-from quell.noise.audit import Audit, audit, audit_stream, collect
+from quell.noise.audit import NoiseAudit, audit, audit_stream, collect
 from quell.noise.layout import WORDS
 from quell.participation import Participation
 from quell.planning import Prices
@@ -40,7 +40,7 @@ def test_ranks_are_independent_of_one_another(case: str, seeded: Seeded) -> None
     assert audit(added, matrix(case), 1.0).passed
 
 
-def _fails(report: Audit, *names: str) -> None:
+def _fails(report: NoiseAudit, *names: str) -> None:
     """The audit failed, by a wide margin, and for the reason given."""
     assert not report.passed
     assert abs(report.findings[0].deviation) > 2 * report.threshold

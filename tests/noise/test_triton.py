@@ -56,7 +56,7 @@ def _plain() -> Recipe:
 
 
 @triton.jit
-def _store_words(key, counters, out, ROUNDS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[name-defined]
+def _store_words(key, counters, out, ROUNDS: tl.constexpr, SIZE: tl.constexpr):
     lane = tl.arange(0, SIZE)
     block, high = tl.load(counters + lane), tl.load(counters + SIZE)
     step, tensor = tl.load(counters + SIZE + 1), tl.load(counters + SIZE + 2)

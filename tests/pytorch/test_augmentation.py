@@ -70,6 +70,9 @@ def test_views_are_the_same_after_a_crash(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(straight, trio[0].parameters(), strict=True))
 
 
+OWN = torch.Generator().manual_seed(0)
+
+
 @pytest.mark.parametrize(
     "augment",
     [
@@ -86,9 +89,6 @@ def test_examples_must_not_mix(augment):
     *_, loader = private(seeded(1), augment, rows_per_example=2)
     with pytest.raises(QuellError, match="augment makes an example's rows from other examples too"):
         list(loader)
-
-
-OWN = torch.Generator().manual_seed(0)
 
 
 def test_what_a_batch_may_be():

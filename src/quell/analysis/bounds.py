@@ -22,39 +22,39 @@ _SMALL = 1024  # steps up to which singular values are computed outright
 
 
 @dataclass(frozen=True)
-class LowerBound:
+class ErrorBound:
     """No factorisation of the workload has RMSE/σ_{ε,δ} below `value`; `method` names the bound that gave it."""
 
     value: float
     method: str
 
 
-def lower_bound(workload: Workload, participation: Participation) -> LowerBound:
+def lower_bound(workload: Workload, participation: Participation) -> ErrorBound:
     """The best of the known lower bounds.
 
     >>> from quell.workload import prefix
     >>> lower_bound(prefix(4), Participation(4, separation=1))
-    LowerBound(value=2.7386127875258306, method='participation')
+    ErrorBound(value=2.7386127875258306, method='participation')
     """
     require_same_steps(workload=workload.steps, participation=participation.steps)
     candidates = (participation_bound(workload, participation), nuclear_bound(workload, participation))
     return max(candidates, key=lambda bound: bound.value)
 
 
-def participation_bound(workload: Workload, participation: Participation) -> LowerBound:
+def participation_bound(workload: Workload, participation: Participation) -> ErrorBound:
     """‖Aπ‖/√n for the leftmost pattern, the heaviest one when A is non-negative and non-increasing down its
     columns."""
     pattern = np.zeros(workload.steps)
     pattern[participation.first_steps()] = 1.0
     moved = workload.apply(pattern)
-    return LowerBound(math.sqrt(float(np.mean(np.square(moved)))), "participation")
+    return ErrorBound(math.sqrt(float(np.mean(np.square(moved)))), "participation")
 
 
-def nuclear_bound(workload: Workload, participation: Participation) -> LowerBound:
+def nuclear_bound(workload: Workload, participation: Participation) -> ErrorBound:
     """√(q/n)·‖A‖_* with q the share of patterns that cover a step."""
     n, b, k = participation.steps, participation.separation, participation.count
     coverage = min(1.0, k / -(-n // b)) / b
-    return LowerBound(math.sqrt(coverage / n) * nuclear_norm(workload), "nuclear norm")
+    return ErrorBound(math.sqrt(coverage / n) * nuclear_norm(workload), "nuclear norm")
 
 
 def nuclear_norm(workload: Workload) -> float:

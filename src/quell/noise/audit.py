@@ -29,7 +29,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Audit:
+class NoiseAudit:
     """All findings of one audit, largest deviation first."""
 
     findings: tuple[Finding, ...]
@@ -50,7 +50,7 @@ class Audit:
         return verdict if self.passed else f"broken: {shown}"
 
 
-def audit_stream(stream: NoiseStream, strategy_matrix: Array, scale: float) -> Audit:
+def audit_stream(stream: NoiseStream, strategy_matrix: Array, scale: float) -> NoiseAudit:
     """Run a whole stream on zero gradients and audit it. It uses the stream up, so give it a key of its own.
 
     >>> from quell.noise import Key, NoiseSpec
@@ -73,14 +73,14 @@ def collect(stream: NoiseStream) -> list[Array]:
     return [np.stack(kept) for kept in rows]
 
 
-def audit(added: Sequence[Array], strategy_matrix: Array, scale: float, most_lags: int = 64) -> Audit:
+def audit(added: Sequence[Array], strategy_matrix: Array, scale: float, most_lags: int = 64) -> NoiseAudit:
     """Audit rows of noise; `added` holds one (n, elements) array per group: tensors, shards, ranks or whole runs.
 
     The groups are held to the promise together and checked for independence of one another.
     """
     groups = [strategy_matrix @ rows / scale for rows in added if rows.shape[1]]
     findings = sorted(_findings(groups, most_lags), key=lambda f: -_size(f.deviation))
-    return Audit(tuple(findings))
+    return NoiseAudit(tuple(findings))
 
 
 def _findings(groups: list[Array], most_lags: int) -> Iterator[Finding]:

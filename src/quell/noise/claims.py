@@ -16,24 +16,24 @@ from quell.noise.releases import Releases
 
 
 @dataclass(eq=False)
-class Claim:
+class StreamClaim:
     """What one stream has released of these shards."""
 
     shards: tuple[Shard, ...]
     made: Releases = field(default_factory=Releases)
 
 
-_claims: dict[str, list[Claim]] = {}
+_claims: dict[str, list[StreamClaim]] = {}
 
 
-def register(key: Key, shards: tuple[Shard, ...]) -> Claim:
-    claim = Claim(shards)
+def register(key: Key, shards: tuple[Shard, ...]) -> StreamClaim:
+    claim = StreamClaim(shards)
     if not key.seeded:
         _claims.setdefault(key.id, []).append(claim)
     return claim
 
 
-def overlapping(key: Key, own: Claim) -> Iterator[Releases]:
+def overlapping(key: Key, own: StreamClaim) -> Iterator[Releases]:
     """What was released of any of `own`'s elements under this key, by its stream and by others of this process."""
     yield own.made
     for claim in _claims.get(key.id, ()):

@@ -43,7 +43,7 @@ Agreement = Callable[[bytes, Callable[[bytes], None]], None]
 """How ranks release together: given one's own fingerprint, and what notes (or refuses) that of all of them."""
 
 
-class Engine(Protocol):
+class NoiseEngine(Protocol):
     """What makes the rows: `quell.noise.cpu` or `quell.noise.gpu`."""
 
     @property
@@ -122,7 +122,7 @@ class NoiseStream:
         self._fingerprint: Fingerprint | None = None
         self._torn = False  # whether a failure may have left counter and buffers apart
         self._turn, self._process = threading.Lock(), os.getpid()
-        self._engine: Engine | None = None
+        self._engine: NoiseEngine | None = None
         self._home: Any = None  # the device of its tensors; None while there is no engine, or for NumPy
         self._waiting: tuple[int, list[Any] | None] = (0, None)  # step and buffers, until there is an engine
 
@@ -276,7 +276,7 @@ class NoiseStream:
         self._torn = False
         self._guard.resumed(released, replay)
 
-    def _ready(self, tensors: list[Any]) -> Engine:
+    def _ready(self, tensors: list[Any]) -> NoiseEngine:
         arrays.check(tensors, self.shards)
         device = arrays.device_of(tensors[0]) if tensors else None
         if self._engine is None:
@@ -290,7 +290,7 @@ class NoiseStream:
             )
         return self._engine
 
-    def _make_engine(self, device: Any) -> Engine:
+    def _make_engine(self, device: Any) -> NoiseEngine:
         kind = "cpu" if device is None else device.type
         if self._memory is not None and isinstance(self.spec.recurrence, Regenerate) and kind in ("cpu", "cuda"):
             kept = draws_to_keep(self._recipe.taps.shape[1], kind, self.generator, self._memory)

@@ -31,7 +31,7 @@ from quell.planning.search import Progress
 from quell.run import Run
 from quell.torch import make_private
 from quell.train import counting
-from quell.train.data import Data, Part
+from quell.train.data import Data, Rows
 from quell.train.models import build
 from quell.tuning import Search, TuningPlan
 from quell.tuning.plan import fitted
@@ -174,7 +174,7 @@ def compare(
             progress(min(done, total), total, f"{arm.name}: {doing}")
         return Trained(rate, accuracies, run.model, run.report())
 
-    def measured(model: nn.Module, part: Part, epsilon: float) -> float:
+    def measured(model: nn.Module, part: Rows, epsilon: float) -> float:
         """Accuracy, private for the examples of the part unless a seed voids all privacy."""
         right = correct(model, part)
         return (right if recipe.seed is not None else counting.noisy(right, len(part), epsilon)) / len(part)
@@ -209,7 +209,7 @@ def compare(
     return outcomes
 
 
-def correct(model: nn.Module, part: Part) -> int:
+def correct(model: nn.Module, part: Rows) -> int:
     """How many examples the model gets right."""
     with torch.no_grad():
         guesses = [model(batch).argmax(1) for batch in torch.from_numpy(part.x).split(1000)]

@@ -47,7 +47,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Part:
+class Rows:
     """Examples (float32) and their labels (int64)."""
 
     x: NDArray[np.float32]
@@ -56,11 +56,11 @@ class Part:
     def __len__(self) -> int:
         return len(self.y)
 
-    def cut(self, share: float) -> tuple[Part, Part]:
+    def cut(self, share: float) -> tuple[Rows, Rows]:
         """Split off a share of the examples as a second part: always the same positions, whatever the data are."""
         order = np.random.default_rng(0).permutation(len(self))
         kept, taken = np.split(order, [len(self) - round(share * len(self))])
-        return Part(self.x[kept], self.y[kept]), Part(self.x[taken], self.y[taken])
+        return Rows(self.x[kept], self.y[kept]), Rows(self.x[taken], self.y[taken])
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Data:
     `columns` says how the rows of a table became examples; None for arrays, which `limits` may have scaled.
     """
 
-    train: Part
-    validation: Part
-    test: Part
+    train: Rows
+    validation: Rows
+    test: Rows
     classes: tuple[str, ...]
     columns: Columns | None = None
     limits: tuple[float, float] | None = None
@@ -104,7 +104,7 @@ def load(path: Path, known: Known, validate: bool) -> Data:
     return Data(train, validation, test, classes, columns, limits)
 
 
-_Read = tuple[Part, Part | None, tuple[str, ...], Columns | None, tuple[float, float] | None]
+_Read = tuple[Rows, Rows | None, tuple[str, ...], Columns | None, tuple[float, float] | None]
 
 
 def _table(path: Path, known: Known) -> _Read:
@@ -129,7 +129,7 @@ def _table(path: Path, known: Known) -> _Read:
             f"the classes {', '.join(map(short, names[:_MOST_SHOWN]))}: change them, or remove such examples"
         )
     y = np.fromiter((numbers[label] for label in labels), np.int64, len(labels))
-    return Part(table.encoded(path, columns), y), None, names, columns, None
+    return Rows(table.encoded(path, columns), y), None, names, columns, None
 
 
 def _arrays(path: Path, known: Known) -> _Read:
@@ -142,7 +142,7 @@ def _arrays(path: Path, known: Known) -> _Read:
     limits = _limits(known.ranges[0], known.ranges[0]) if known.ranges else None
     found = arrays.read(path)
     pairs = [("x", "y"), *([("x_test", "y_test")] if {"x_test", "y_test"} & found.keys() else [])]
-    parts = [Part(*arrays.pair(found, *names, limits)) for names in pairs]
+    parts = [Rows(*arrays.pair(found, *names, limits)) for names in pairs]
     train, *test = parts
     if test and test[0].x.shape[1:] != train.x.shape[1:]:
         raise QuellError(
