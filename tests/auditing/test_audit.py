@@ -9,17 +9,20 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
+from scipy.stats import binom, norm
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from attacks import truth
-from quell import QuellError
-from quell.auditing import independent_bound, lower_bound, rehearse
-from quell.auditing.one_run import chance
+from quell import QuellError, adapters
+from quell.auditing import independent_bound, lower_bound, one_run, rehearse
+from quell.auditing.one_run import too_many
 from quell.planning import Plan, Prices
+from quell.privacy import gaussian_epsilon, gaussian_sigma
 from quell.run import Run
 from quell.schemes import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson
-from quell.torch import canaries, make_private, start
+from quell.torch import canaries, make_private
 
 from ..pytorch.training import seeded
 
@@ -77,26 +80,96 @@ def test_evidence_of_batches_that_are_known():
     np.testing.assert_allclose(scheme.evidence(seen, columns, patterns), dumb)
 
 
+def toy_scores(random, coins, epsilon, delta):
+    """The worst (ε, δ)-DP answers: the coin itself with probability δ, else randomised response; their evidence."""
+    told = np.where(random.random(len(coins)) < 1 / (1 + math.exp(-epsilon)), coins, ~coins)
+    given_away = random.random(len(coins)) < delta
+    return np.where(np.where(given_away, coins, told), 1.0, -1.0) * np.where(given_away, 50.0, epsilon)
+
+
+def test_an_independent_bound_is_true_as_often_as_it_says():
+    """For a mechanism that attains its promise nothing is proven beyond it, however scores choose the guesses."""
+    random, times = np.random.default_rng(1), 2000
+    for count, delta, epsilon in ((100, 0.02, 1.0), (400, 0.0, 0.5)):
+        wrong = 0
+        for _ in range(times):
+            coins = random.random(count) < 0.5
+            wrong += independent_bound(toy_scores(random, coins, epsilon, delta), coins, delta, 0.8).epsilon > epsilon
+        assert wrong <= 0.2 * times + 3 * math.sqrt(times * 0.2 * 0.8)
+        assert wrong > 0.02 * times  # and hardly anything is wasted
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [lower_bound, independent_bound])
-def test_a_bound_is_true_as_often_as_it_says(bound):
-    """Randomised response with ε = 1, which is pure: the attacker cannot do better than that."""
-    random, wrong = np.random.default_rng(1), 0
-    for _ in range(30):
-        coins = random.random(400) < 0.5
-        told = np.where(random.random(400) < math.e / (1 + math.e), coins, ~coins)
-        wrong += bound(told + 1e-3 * random.random(400), coins, 0.0, 0.8).epsilon > 1.0
-    assert wrong <= 0.2 * 30 + 3 * math.sqrt(30 * 0.2 * 0.8)
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_a_bound_is_true_as_often_as_it_says(gaussian):
+    """Randomised response with ε = 1, or normal noise with μ = 0.7: the attacker cannot do better than that."""
+    random, wrong, times = np.random.default_rng(1), 0, 300
+    delta = 1e-3 if gaussian else 0.0
+    truth = gaussian_epsilon(1 / 0.7, delta) if gaussian else 1.0
+    for _ in range(times):
+        coins = random.random(200) < 0.5
+        told = random.normal(size=200) + 0.7 * coins if gaussian else toy_scores(random, coins, 1.0, 0.0)
+        ties = 1e-3 * random.random(200)
+        wrong += lower_bound(told + ties, coins, delta, 0.8, gaussian=gaussian).epsilon > truth
+    assert wrong <= 0.2 * times + 3 * math.sqrt(times * 0.2 * 0.8)
 
 
-def test_the_chance_of_correct_guesses():
-    """Without δ it is a binomial tail. With it, it is no smaller, and Theorem 5.2 adds 2mδ·max_i P[v − i ≤ B < v]/i."""
-    rate, tail = 1 / (1 + math.exp(-0.7)), 0.0
-    pmf = [math.comb(20, k) * rate**k * (1 - rate) ** (20 - k) for k in range(21)]
-    tail = sum(pmf[17:])
-    assert math.isclose(chance(50, 20, 17, 0.7, 0.0), tail, rel_tol=1e-9)
-    added = max(sum(pmf[17 - i : 17]) / i for i in range(1, 18))
-    assert math.isclose(chance(50, 20, 17, 0.7, 1e-3), tail + 2 * 50 * 1e-3 * added, rel_tol=1e-9)
+def most_likely(canaries, guesses, correct, epsilon, delta):
+    """The largest P[at least so many are right] under all constraints of Proof 20, by linear programming."""
+    law = np.arange(guesses + 1)
+    rows, limits = [], []
+    for first in range(1, guesses + 1):
+        hits = np.where(law >= first, law, 0) / canaries
+        alarms = np.where(law >= first - 1, guesses - law, 0) / canaries
+        rows += [hits - math.exp(epsilon) * alarms, hits - math.exp(-epsilon) * alarms]
+        limits += [delta, 1 - math.exp(-epsilon) * (1 - delta)]
+    found = linprog(-(law >= correct).astype(float), rows, limits, np.ones((1, guesses + 1)), [1.0], method="highs")
+    return -found.fun
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "epsilon", "delta"),
+    [(20, 20, 17, 0.7, 0.0), (50, 20, 18, 1.0, 1e-3), (30, 30, 27, 1.5, 1e-2), (12, 6, 6, 0.3, 0.1)],
+)
+def test_correct_guesses_are_as_unlikely_as_a_linear_program_says(canaries, guesses, correct, epsilon, delta):
+    exact = most_likely(canaries, guesses, correct, epsilon, delta)
+    test = one_run._promise_test(epsilon, delta)
+    assert not too_many(canaries, guesses, correct, exact * (1 - 1e-5), test)
+    assert too_many(canaries, guesses, correct, exact * (1 + 1e-5), test)
+
+
+def critical(canaries, guesses, failure, test):
+    return next((c for c in range(1, guesses + 1) if too_many(canaries, guesses, c, failure, test)), guesses + 1)
+
+
+@pytest.mark.parametrize("failure", [0.1, 0.01])
+def test_true_promises_are_refuted_as_seldom_as_stated(failure):
+    """Laws of the number of correct guesses that are known: coins one by one, all at once, and under normal noise."""
+    epsilon, delta, count = 0.8, 5e-3, 40
+    answers, rate = np.arange(count + 1), 1 / (1 + math.exp(-epsilon))
+    single = binom.pmf(answers, count, delta + (1 - delta) * rate)
+    at_once = (1 - delta) * binom.pmf(answers, count, rate) + delta * (answers == count)
+    limit = critical(count, count, failure, one_run._promise_test(epsilon, delta))
+    for law in (single, at_once):
+        assert law[limit:].sum() <= failure
+    assert at_once[limit - 2 :].sum() > failure  # two guesses fewer would be too few
+    for mu in (0.3, 1.5):
+        test = one_run._gaussian_test(gaussian_epsilon(1 / mu, 1e-5), 1e-5)
+        normal = binom.pmf(answers, count, norm.cdf(mu / 2))
+        limit = critical(count, count, failure, test)
+        assert normal[limit:].sum() <= failure
+        assert normal[limit - 7 :].sum() > failure
+
+
+def test_a_gaussian_curve_proves_more():
+    """As docs/auditing.md says, for 1,000 canaries at ε = 8."""
+    random, found = np.random.default_rng(3), []
+    for _ in range(3):
+        coins = random.random(1000) < 0.5
+        scores = random.normal(size=1000) + coins / gaussian_sigma(8.0, 1e-5)
+        found.append([lower_bound(scores, coins, 1e-5, gaussian=each).epsilon for each in (False, True)])
+    plain, curved = np.mean(found, axis=0)
+    assert 1.3 * plain < curved < 1.5 * plain < 8.0
 
 
 def plan_of(sampling: str, family: str = "bisr", **parameters) -> Plan:
@@ -192,10 +265,10 @@ def test_planted_bugs_are_found(bug, says):
 
 
 def test_batches_of_another_scheme_are_found(monkeypatch):
-    def other(scheme, *rest):
-        return Batches(Cyclic(scheme.steps, scheme.separation // 2), *rest)
+    def other(accounted, *rest):
+        return Batches(Cyclic(accounted.steps, accounted.separation // 2), *rest)
 
-    for room in (start, canaries):
+    for room in (adapters.scheme, canaries):
         monkeypatch.setattr(room, "Batches", other)
     found = trained().audit()
     assert found.broken
