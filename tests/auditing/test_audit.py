@@ -18,11 +18,12 @@ from attacks import truth
 from quell import QuellError, adapters
 from quell.auditing import independent_bound, lower_bound, one_run, rehearse
 from quell.auditing.one_run import too_many
+from quell.noise import Key
 from quell.planning import Plan, Prices
 from quell.privacy import gaussian_epsilon, gaussian_sigma
 from quell.run import Run
 from quell.schemes import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson
-from quell.torch import canaries, make_private
+from quell.torch import canaries, load_checkpoint, make_private, save_checkpoint
 
 from ..pytorch.training import seeded
 
@@ -299,6 +300,43 @@ def test_canaries_lie_beside_the_real_gradients():
     added = (watched._left[: EXAMPLES // BATCH] * took_part).sum(axis=0)
     difference = added[watched.included].mean() - added[~watched.included].mean()
     assert abs(difference - 1.0) < 6 * audited.noise_multiplier / math.sqrt(500)
+
+
+def test_a_resumed_run_is_audited_as_if_it_had_never_stopped(tmp_path):
+    """Another process goes on from a checkpoint that is older than the crash."""
+
+    def started(count=2000, key=tmp_path / "key", **options):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 60)
+        data = TensorDataset(torch.randn(EXAMPLES, 40), torch.randn(EXAMPLES, 60))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        options = {"key": key, "canaries": count, **options}
+        return make_private(model, optimizer, data, plan_of("cyclic", bands=3), 0.5, **options)
+
+    def train(model, optimizer, loader, steps=60, saved=-1):
+        while optimizer.run.step < steps:
+            for x, y in itertools.islice(loader, steps - optimizer.run.step):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                if optimizer.run.step == saved:
+                    save_checkpoint(tmp_path / "checkpoint", model, optimizer, loader)
+        optimizer.close()
+
+    crashed = started()
+    train(*crashed, steps=31, saved=25)
+    for wrong in (0, 1000):
+        with pytest.raises(QuellError, match=rf"saved with canaries=2000 and this run has canaries={wrong}: pass that"):
+            load_checkpoint(tmp_path / "checkpoint", *(other := started(wrong)))
+        other[1].close()
+    resumed = started()
+    assert load_checkpoint(tmp_path / "checkpoint", *resumed) == 25
+    train(*resumed)
+    straight = started(key=Key.load(tmp_path / "key"), ledger=tmp_path / "other")
+    train(*straight)
+    found, expected = resumed[1].audit(), straight[1].audit()
+    assert np.array_equal(found.scores, expected.scores)
+    assert found.as_dict() == expected.as_dict()
 
 
 def test_wrong_requests_are_refused_in_a_sentence():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -148,6 +149,8 @@ def test_a_search_is_charged_as_one_run_before_its_first_trial(tmp_path, fixed, 
 class Study:
     """The part of an Optuna study that a search uses: it remembers, and a sampler proposes what is not enqueued."""
 
+    direction = SimpleNamespace(name="MAXIMIZE")
+
     def __init__(self):
         self.waiting, self.told, self.proposed = [], [], 0
 
@@ -181,6 +184,20 @@ def test_optuna_remembers_trials_and_proposes_only_where_that_is_covered(fixed, 
     made = list(_run(Search(everything, {"lr": [1, 2]}, study=learning)))
     assert (len(made), learning.proposed) == (3, 3)
     assert {trial.parameters["lr"] for trial in made} == {2}
+
+
+def test_optuna_itself(fixed, everything):
+    """Where it is installed (CI has the stand-in above alone)."""
+    optuna = pytest.importorskip("optuna")
+    space = {"lr": [0.01, 0.1, 1.0], "layers": [1, None], "norm": ["group", "none"]}
+    for plan in (fixed, everything):
+        study = optuna.create_study(direction="maximize")
+        search = Search(plan, space, study=study)
+        made = list(_run(search, lambda p: -p["lr"]))
+        assert [(each.params, each.value) for each in study.trials] == [(each.parameters, each.score) for each in made]
+        assert study.best_value == search.best.score
+    with pytest.raises(QuellError, match="direction='maximize'"):
+        Search(fixed, space, study=optuna.create_study())
 
 
 def test_the_command_compares_and_plans():
