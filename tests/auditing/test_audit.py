@@ -100,6 +100,15 @@ def test_an_independent_bound_is_true_as_often_as_it_says():
         assert wrong > 0.02 * times  # and hardly anything is wasted
 
 
+def test_scores_choose_the_surest_guesses():
+    """Half of ε = 8 from 50,000 canaries whose scores are the logarithms of likelihood ratios."""
+    random, mu = np.random.default_rng(2), 1 / gaussian_sigma(8.0, 1e-5)
+    coins = random.random(50_000) < 0.5
+    found = independent_bound(mu * (random.normal(size=50_000) + mu * coins) - mu**2 / 2, coins, 1e-5)
+    assert 4.0 < found.epsilon < 8.0
+    assert 400 < found.guesses < 1000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gaussian", [False, True])
 def test_a_bound_is_true_as_often_as_it_says(gaussian):

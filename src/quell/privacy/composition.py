@@ -132,6 +132,29 @@ def repeated(profile: Profile, times: int, delta: float) -> Profile:
 
 
 @lru_cache(maxsize=256)
+def changed(charge: Charge) -> Charge:
+    """A run that hides whether a user is there, for neighbours in which the user *changes*: two steps between them.
+
+    P ≤ e^ε·P' + δ and P' ≤ e^ε·P" + δ give P ≤ e^{2ε}·P" + (1 + e^ε)·δ; for Gaussian runs μ doubles.
+
+    >>> changed(Charge(GaussianProfile(0.5), 1.0, 1e-5)).profile
+    GaussianProfile(mu=1.0, failure=0.0)
+    """
+    profile, loosened = charge.profile, 1.0 + math.exp(charge.epsilon)
+    promised = 2.0 * charge.epsilon, min(1.0, loosened * charge.delta)
+    if isinstance(profile, GaussianProfile):
+        return Charge(replace(profile, mu=2.0 * profile.mu), *promised)
+    once = Together((Charge(replace(profile, failure=0.0), math.inf, 1.0),))
+
+    def twice(epsilon: float) -> float:
+        return min(1.0, (1.0 + math.exp(epsilon)) * once.delta(epsilon))
+
+    top = once.epsilon(1e-3 * charge.delta / loosened)
+    points = tuple((2.0 * each, twice(each)) for each in spread(top if math.isfinite(top) else charge.epsilon))
+    return Charge(PointProfile(points, profile.failure), *promised)
+
+
+@lru_cache(maxsize=256)
 def dominating_gaussian(profile: Profile, slack: float) -> tuple[float, float]:
     """(μ, s) such that a run is dominated by one that gives everything away with probability s and else is μ-GDP.
 
