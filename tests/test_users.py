@@ -175,6 +175,30 @@ def test_ids_of_any_kind_are_numbered_alike():
         assert numbers[0] == numbers[2] != numbers[1] == numbers[4] != numbers[3] != numbers[0]
 
 
+@pytest.mark.parametrize("number", [numbered, shared])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([7, "7", 8], r"users 7 and '7' \(of example 1\) are ids of different kinds"),
+        (["bob", b"bob"], "of different kinds"),
+        (np.array([7, "7", 8], dtype=object), "of different kinds"),
+        (np.array(["a", "", "b"]), "example 1 has no user"),
+        (np.array([b"a", b""]), "example 1 has no user"),
+        (np.ma.masked_equal([3, 0, 4], 0), "example 1 has no user"),
+        (np.array([1.0, np.nan]), "example 1 has no user"),
+        (np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"), "example 1 has no user"),
+    ],
+)
+def test_rows_of_nobody_and_people_with_two_ids_are_refused(number, ids, message):
+    """A missing id is somebody's; as a user of its own that person would be two users."""
+    with pytest.raises(QuellError, match=message):
+        number(ids)
+
+
+def test_numbers_that_are_equal_are_one_user():
+    assert numbered([7, 7.0, True, 1]).tolist() == [0, 0, 1, 1]
+
+
 owner_sets = st.lists(st.frozensets(st.integers(0, 7), min_size=1, max_size=3), min_size=1, max_size=25)
 
 

@@ -241,6 +241,24 @@ def test_a_charge_is_on_the_disk_before_it_is_answered(budget, entry, monkeypatc
     assert synced == [budget.path.stat().st_size]
 
 
+@pytest.mark.parametrize("moment", ["flock", "fsync"])
+def test_a_charge_to_a_file_that_was_replaced_meanwhile_is_no_charge(budget, entry, monkeypatch, moment):
+    """Somebody puts a copy in its place: the line would be in a file that has no name any more."""
+    room = lines.fcntl if moment == "flock" else lines.os
+    act = getattr(room, moment)
+
+    def replace(*arguments):
+        act(*arguments)
+        copy = budget.path.with_name("copy")
+        copy.write_bytes(budget.path.read_bytes().splitlines(keepends=True)[0])
+        copy.replace(budget.path)
+
+    monkeypatch.setattr(room, moment, replace)
+    with pytest.raises(QuellError, match="was replaced while it was used: try again"):
+        budget.add(entry)
+    assert budget.entries == []
+
+
 def _charge_many(path: Path, entry: Entry, writer: int, count: int, gate) -> None:
     gate.wait()
     own = Budget(path)

@@ -30,7 +30,7 @@ from quell.privacy.losses import Losses, Part, compose_both
 from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile, Profile, both_ways, curve, spread
 
 _RESERVED = 0.1  # of δ, for what is lost outside of Gaussians where plans depend on earlier results
-_SLACK = 1e-3  # of a run's promised δ: what its dominating Gaussian may leave out
+_SLACK = 1e-3  # of a run's promised δ, or of all runs' if that is less: what its dominating Gaussian may leave out
 _LARGEST = 1e3  # μ that is looked for
 _STRIDE = 8  # of the grid of losses, when it is compared with a Gaussian curve
 _SAFETY = 1e-9  # relative, against rounding in sums of a few hundred squares and in differences of tails
@@ -87,7 +87,7 @@ class Together:
         """The same for plans chosen with everything in view that earlier runs released (Proof 18)."""
         if len(self.charges) < 2:  # the first plan is chosen before anything is released
             return self.epsilon(delta)
-        covers = [dominating_gaussian(each.profile, _SLACK * each.delta) for each in self.charges]
+        covers = [dominating_gaussian(each.profile, _SLACK * min(each.delta, delta)) for each in self.charges]
         mu = math.sqrt(math.fsum(cover[0] ** 2 for cover in covers)) * (1 + _SAFETY)
         lost = math.fsum([cover[1] for cover in covers] + [each.profile.failure for each in self.charges])
         if lost > _RESERVED * delta:  # how δ is shared must be fixed in advance too
