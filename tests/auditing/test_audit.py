@@ -227,16 +227,19 @@ def test_a_sound_run_is_not_broken(tmp_path):
     assert (tmp_path / "audit.png").stat().st_size > 1000
 
 
-def half_the_noise(optimizer):
-    noise, add = optimizer.run.noise, optimizer.run.noise.add_
+def weaker_noise(share):
+    def plant(optimizer):
+        noise, add = optimizer.run.noise, optimizer.run.noise.add_
 
-    def weaker(sums):
-        before = [total.clone() for total in sums]
-        add(sums)
-        for total, known in zip(sums, before, strict=True):
-            total.copy_(known + (total - known) / 2)
+        def weaker(sums):
+            before = [total.clone() for total in sums]
+            add(sums)
+            for total, known in zip(sums, before, strict=True):
+                total.copy_(known + share * (total - known))
 
-    noise.add_ = weaker
+        noise.add_ = weaker
+
+    return plant
 
 
 def the_same_noise_again(optimizer):
@@ -252,37 +255,64 @@ def the_same_noise_again(optimizer):
     noise.add_ = repeated
 
 
-def clip_twice_too_high(optimizer):
-    optimizer._engine.max_grad_norm *= 2
+def louder_clipping(factor):
+    def plant(optimizer):
+        optimizer._engine.max_grad_norm *= factor
+
+    return plant
 
 
-@pytest.mark.parametrize(
-    ("bug", "says"),
-    [
-        (half_the_noise, "noise"),
-        (the_same_noise_again, "noise"),
-        (clip_twice_too_high, "as loud"),
-    ],
-)
-def test_planted_bugs_are_found(bug, says):
-    optimizer = trained(bug)
-    found = optimizer.audit()
-    assert found.broken
-    assert any(says in fault for fault in found.faults), found.faults
-    assert "broken" in str(found)
-    if bug in (half_the_noise, clip_twice_too_high):
-        assert found.measured_epsilon > 1.5 * found.epsilon
-
-
-def test_batches_of_another_scheme_are_found(monkeypatch):
+def batches_of_another_scheme(monkeypatch):
     def other(accounted, *rest):
         return Batches(Cyclic(accounted.steps, accounted.separation // 2), *rest)
 
     for room in (adapters.scheme, canaries):
         monkeypatch.setattr(room, "Batches", other)
+
+
+@pytest.mark.parametrize(
+    ("bug", "says", "more"),
+    [
+        (weaker_noise(0.5), "noise", 1.5),
+        (the_same_noise_again, "noise", 0.0),
+        (louder_clipping(2), "as loud", 1.5),
+    ],
+)
+def test_planted_bugs_are_found(bug, says, more):
+    found = trained(bug).audit()
+    assert found.broken
+    assert any(says in fault for fault in found.faults), found.faults
+    assert "broken" in str(found)
+    assert found.measured_epsilon > more * found.epsilon
+
+
+def test_batches_of_another_scheme_are_found(monkeypatch):
+    batches_of_another_scheme(monkeypatch)
     found = trained().audit()
     assert found.broken
     assert any("came again" in fault for fault in found.faults), found.faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "count"),
+    [
+        (weaker_noise(0.5), 16),
+        (weaker_noise(0.9), 64),
+        (weaker_noise(0.97), 1024),
+        (the_same_noise_again, 16),
+        (louder_clipping(2), 64),
+        (louder_clipping(1.25), 1024),
+        (None, 16),
+    ],
+)
+def test_so_many_canaries_find_each_bug_in_every_run(bug, count, monkeypatch):
+    """The table of docs/auditing.md; None plants batches of another scheme. Sound runs are never called broken."""
+    assert not any(trained(canaries=count).audit().broken for _ in range(5))
+    if bug is None:
+        batches_of_another_scheme(monkeypatch)
+    for _ in range(10):
+        assert trained(bug or (lambda _: None), canaries=count).audit().broken
 
 
 def test_canaries_say_nothing_of_who_was_drawn():
