@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
 from typer.testing import CliRunner
 
 from quell import QuellError, cli, privacy
@@ -223,6 +226,19 @@ def test_groups_depend_on_who_owns_what_alone(owners, random):
     renamed = [random.sample([str(names[user]) for user in each], len(each)) for each in owners]
     plain = [each[0] if len(each) == 1 else each for each in renamed]
     assert shared(plain).tolist() == shared([tuple(each) for each in owners]).tolist()
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_groups_keep_most_of_what_any_choice_could(skew):
+    """Rows kept, against a linear program that may take groups in part: messages of 300 people, some of them busy."""
+    random = np.random.default_rng(0)
+    busy = 1 / np.arange(1, 301) ** skew
+    owners = [tuple(random.choice(300, 2, replace=False, p=busy / busy.sum())) for _ in range(6000)]
+    sizes = Counter(frozenset(each) for each in owners)
+    members = [(user, place) for place, each in enumerate(sizes) for user in each]
+    once = coo_array((np.ones(len(members)), tuple(zip(*members, strict=True))), shape=(300, len(sizes)))
+    most = -linprog(-np.array(list(sizes.values())), A_ub=once, b_ub=np.ones(300), bounds=(0, 1)).fun
+    assert 0.85 * most < (shared(owners) >= 0).sum() <= most + 1e-6
 
 
 def test_larger_groups_come_first_and_one_owner_each_leaves_nobody_out():

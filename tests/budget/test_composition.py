@@ -199,11 +199,8 @@ def test_two_steps_between_neighbours(epsilon):
     exact = np.maximum(last - math.exp(epsilon) * first, 0).sum()
     gaussian = changed(charged(GaussianProfile(mu)))
     assert Together((gaussian,)).delta(epsilon) == pytest.approx(exact, rel=1e-3)
-    points = changed(charged(curve_of(mu), 3.0, 1e-5))
-    found = Together((points,)).delta(epsilon)
-    assert exact <= found
-    once = gaussian_delta(1 / mu, epsilon / 2)
-    assert found == pytest.approx((1 + math.exp(epsilon / 2)) * once, rel=0.05)  # chords between points
+    points = changed(charged(curve_of(mu, points=65), 3.0, 1e-5))
+    assert exact <= Together((points,)).delta(epsilon) <= 1.05 * exact  # chords between points
     assert points.epsilon == 6.0
     assert points.delta == pytest.approx((1 + math.exp(3.0)) * 1e-5)
     assert changed(charged(PointProfile(((1.0, 1e-3),), 1e-7))).profile.failure == 1e-7
