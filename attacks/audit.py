@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from scipy.special import logsumexp
+from scipy.stats import beta
 
 from attacks import truth
 from attacks.outcome import Outcome, Trial, by_group, spread
 from attacks.pricing import BANDED
 from quell import privacy, strategy, workload
-from quell.auditing.one_run import rate_bound
 from quell.noise import Key, NoiseSpec, NoiseStream
 from quell.schemes import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson, Scheme
 from quell.strategy import Strategy
@@ -118,3 +118,11 @@ def empirical_epsilon(likely: truth.Array, unlikely: truth.Array, delta: float) 
     bounds = [rate_bound(likely[:half] > t, unlikely[:half] > t, delta, 1e-2) for t in candidates]
     threshold = candidates[int(np.argmax(bounds))]
     return max(0.0, rate_bound(likely[half:] > threshold, unlikely[half:] > threshold, delta, CONFIDENCE))
+
+
+def rate_bound(hits: truth.Array, alarms: truth.Array, delta: float, failure: float) -> float:
+    """ln((P − δ)/Q) with the rate of hits P bounded from below and that of false alarms Q from above."""
+    k, m, j, n = int(hits.sum()), len(hits), int(alarms.sum()), len(alarms)
+    lower = float(beta.ppf(failure, k, m - k + 1)) if k else 0.0
+    upper = float(beta.ppf(1 - failure, j + 1, n - j)) if j < n else 1.0
+    return math.log((lower - delta) / upper) if lower > delta else -math.inf

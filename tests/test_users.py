@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
 from typer.testing import CliRunner
 
 from quell import QuellError, cli, privacy
@@ -175,6 +178,30 @@ def test_ids_of_any_kind_are_numbered_alike():
         assert numbers[0] == numbers[2] != numbers[1] == numbers[4] != numbers[3] != numbers[0]
 
 
+@pytest.mark.parametrize("number", [numbered, shared])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([7, "7", 8], r"users 7 and '7' \(of example 1\) are ids of different kinds"),
+        (["bob", b"bob"], "of different kinds"),
+        (np.array([7, "7", 8], dtype=object), "of different kinds"),
+        (np.array(["a", "", "b"]), "example 1 has no user"),
+        (np.array([b"a", b""]), "example 1 has no user"),
+        (np.ma.masked_equal([3, 0, 4], 0), "example 1 has no user"),
+        (np.array([1.0, np.nan]), "example 1 has no user"),
+        (np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"), "example 1 has no user"),
+    ],
+)
+def test_rows_of_nobody_and_people_with_two_ids_are_refused(number, ids, message):
+    """A missing id is somebody's; as a user of its own that person would be two users."""
+    with pytest.raises(QuellError, match=message):
+        number(ids)
+
+
+def test_numbers_that_are_equal_are_one_user():
+    assert numbered([7, 7.0, True, 1]).tolist() == [0, 0, 1, 1]
+
+
 owner_sets = st.lists(st.frozensets(st.integers(0, 7), min_size=1, max_size=3), min_size=1, max_size=25)
 
 
@@ -199,6 +226,19 @@ def test_groups_depend_on_who_owns_what_alone(owners, random):
     renamed = [random.sample([str(names[user]) for user in each], len(each)) for each in owners]
     plain = [each[0] if len(each) == 1 else each for each in renamed]
     assert shared(plain).tolist() == shared([tuple(each) for each in owners]).tolist()
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_groups_keep_most_of_what_any_choice_could(skew):
+    """Rows kept, against a linear program that may take groups in part: messages of 300 people, some of them busy."""
+    random = np.random.default_rng(0)
+    busy = 1 / np.arange(1, 301) ** skew
+    owners = [tuple(random.choice(300, 2, replace=False, p=busy / busy.sum())) for _ in range(6000)]
+    sizes = Counter(frozenset(each) for each in owners)
+    members = [(user, place) for place, each in enumerate(sizes) for user in each]
+    once = coo_array((np.ones(len(members)), tuple(zip(*members, strict=True))), shape=(300, len(sizes)))
+    most = -linprog(-np.array(list(sizes.values())), A_ub=once, b_ub=np.ones(300), bounds=(0, 1)).fun
+    assert 0.85 * most < (shared(owners) >= 0).sum() <= most + 1e-6
 
 
 def test_larger_groups_come_first_and_one_owner_each_leaves_nobody_out():

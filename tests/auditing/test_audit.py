@@ -9,18 +9,21 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
+from scipy.stats import binom, norm
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from attacks import truth
-from quell import QuellError
-from quell.adapters import scheme as drawing
-from quell.auditing import independent_bound, lower_bound, rehearse
-from quell.auditing.one_run import chance
+from quell import QuellError, adapters
+from quell.auditing import independent_bound, lower_bound, one_run, rehearse
+from quell.auditing.one_run import too_many
+from quell.noise import Key
 from quell.planning import Plan, Prices
+from quell.privacy import gaussian_epsilon, gaussian_sigma
 from quell.run import Run
 from quell.schemes import BallsInBins, Batches, BMinSep, Cyclic, CyclicPoisson, Poisson
-from quell.torch import canaries, make_private
+from quell.torch import canaries, load_checkpoint, make_private, save_checkpoint
 
 from ..pytorch.training import seeded
 
@@ -78,26 +81,105 @@ def test_evidence_of_batches_that_are_known():
     np.testing.assert_allclose(scheme.evidence(seen, columns, patterns), dumb)
 
 
+def toy_scores(random, coins, epsilon, delta):
+    """The worst (ε, δ)-DP answers: the coin itself with probability δ, else randomised response; their evidence."""
+    told = np.where(random.random(len(coins)) < 1 / (1 + math.exp(-epsilon)), coins, ~coins)
+    given_away = random.random(len(coins)) < delta
+    return np.where(np.where(given_away, coins, told), 1.0, -1.0) * np.where(given_away, 50.0, epsilon)
+
+
+def test_an_independent_bound_is_true_as_often_as_it_says():
+    """For a mechanism that attains its promise nothing is proven beyond it, however scores choose the guesses."""
+    random, times = np.random.default_rng(1), 2000
+    for count, delta, epsilon in ((100, 0.02, 1.0), (400, 0.0, 0.5)):
+        wrong = 0
+        for _ in range(times):
+            coins = random.random(count) < 0.5
+            wrong += independent_bound(toy_scores(random, coins, epsilon, delta), coins, delta, 0.8).epsilon > epsilon
+        assert wrong <= 0.2 * times + 3 * math.sqrt(times * 0.2 * 0.8)
+        assert wrong > 0.02 * times  # and hardly anything is wasted
+
+
+def test_scores_choose_the_surest_guesses():
+    """Half of ε = 8 from 50,000 canaries whose scores are the logarithms of likelihood ratios."""
+    random, mu = np.random.default_rng(2), 1 / gaussian_sigma(8.0, 1e-5)
+    coins = random.random(50_000) < 0.5
+    found = independent_bound(mu * (random.normal(size=50_000) + mu * coins) - mu**2 / 2, coins, 1e-5)
+    assert 4.0 < found.epsilon < 8.0
+    assert 400 < found.guesses < 1000
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [lower_bound, independent_bound])
-def test_a_bound_is_true_as_often_as_it_says(bound):
-    """Randomised response with ε = 1, which is pure: the attacker cannot do better than that."""
-    random, wrong = np.random.default_rng(1), 0
-    for _ in range(30):
-        coins = random.random(400) < 0.5
-        told = np.where(random.random(400) < math.e / (1 + math.e), coins, ~coins)
-        wrong += bound(told + 1e-3 * random.random(400), coins, 0.0, 0.8).epsilon > 1.0
-    assert wrong <= 0.2 * 30 + 3 * math.sqrt(30 * 0.2 * 0.8)
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_a_bound_is_true_as_often_as_it_says(gaussian):
+    """Randomised response with ε = 1, or normal noise with μ = 0.7: the attacker cannot do better than that."""
+    random, wrong, times = np.random.default_rng(1), 0, 300
+    delta = 1e-3 if gaussian else 0.0
+    truth = gaussian_epsilon(1 / 0.7, delta) if gaussian else 1.0
+    for _ in range(times):
+        coins = random.random(200) < 0.5
+        told = random.normal(size=200) + 0.7 * coins if gaussian else toy_scores(random, coins, 1.0, 0.0)
+        ties = 1e-3 * random.random(200)
+        wrong += lower_bound(told + ties, coins, delta, 0.8, gaussian=gaussian).epsilon > truth
+    assert wrong <= 0.2 * times + 3 * math.sqrt(times * 0.2 * 0.8)
 
 
-def test_the_chance_of_correct_guesses():
-    """Without δ it is a binomial tail. With it, it is no smaller, and Theorem 5.2 adds 2mδ·max_i P[v − i ≤ B < v]/i."""
-    rate, tail = 1 / (1 + math.exp(-0.7)), 0.0
-    pmf = [math.comb(20, k) * rate**k * (1 - rate) ** (20 - k) for k in range(21)]
-    tail = sum(pmf[17:])
-    assert math.isclose(chance(50, 20, 17, 0.7, 0.0), tail, rel_tol=1e-9)
-    added = max(sum(pmf[17 - i : 17]) / i for i in range(1, 18))
-    assert math.isclose(chance(50, 20, 17, 0.7, 1e-3), tail + 2 * 50 * 1e-3 * added, rel_tol=1e-9)
+def most_likely(canaries, guesses, correct, epsilon, delta):
+    """The largest P[at least so many are right] under all constraints of Proof 20, by linear programming."""
+    law = np.arange(guesses + 1)
+    rows, limits = [], []
+    for first in range(1, guesses + 1):
+        hits = np.where(law >= first, law, 0) / canaries
+        alarms = np.where(law >= first - 1, guesses - law, 0) / canaries
+        rows += [hits - math.exp(epsilon) * alarms, hits - math.exp(-epsilon) * alarms]
+        limits += [delta, 1 - math.exp(-epsilon) * (1 - delta)]
+    found = linprog(-(law >= correct).astype(float), rows, limits, np.ones((1, guesses + 1)), [1.0], method="highs")
+    return -found.fun
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "epsilon", "delta"),
+    [(20, 20, 17, 0.7, 0.0), (50, 20, 18, 1.0, 1e-3), (30, 30, 27, 1.5, 1e-2), (12, 6, 6, 0.3, 0.1)],
+)
+def test_correct_guesses_are_as_unlikely_as_a_linear_program_says(canaries, guesses, correct, epsilon, delta):
+    exact = most_likely(canaries, guesses, correct, epsilon, delta)
+    test = one_run._promise_test(epsilon, delta)
+    assert not too_many(canaries, guesses, correct, exact * (1 - 1e-5), test)
+    assert too_many(canaries, guesses, correct, exact * (1 + 1e-5), test)
+
+
+def critical(canaries, guesses, failure, test):
+    return next((c for c in range(1, guesses + 1) if too_many(canaries, guesses, c, failure, test)), guesses + 1)
+
+
+@pytest.mark.parametrize("failure", [0.1, 0.01])
+def test_true_promises_are_refuted_as_seldom_as_stated(failure):
+    """Laws of the number of correct guesses that are known: coins one by one, all at once, and under normal noise."""
+    epsilon, delta, count = 0.8, 5e-3, 40
+    answers, rate = np.arange(count + 1), 1 / (1 + math.exp(-epsilon))
+    single = binom.pmf(answers, count, delta + (1 - delta) * rate)
+    at_once = (1 - delta) * binom.pmf(answers, count, rate) + delta * (answers == count)
+    limit = critical(count, count, failure, one_run._promise_test(epsilon, delta))
+    for law in (single, at_once):
+        assert law[limit:].sum() <= failure
+    assert at_once[limit - 2 :].sum() > failure  # two guesses fewer would be too few
+    for mu in (0.3, 1.5):
+        test = one_run._gaussian_test(gaussian_epsilon(1 / mu, 1e-5), 1e-5)
+        normal = binom.pmf(answers, count, norm.cdf(mu / 2))
+        limit = critical(count, count, failure, test)
+        assert normal[limit:].sum() <= failure
+        assert normal[limit - 7 :].sum() > failure
+
+
+def test_a_gaussian_curve_proves_more():
+    """As docs/auditing.md says, for 1,000 canaries at ε = 8."""
+    random, found = np.random.default_rng(3), []
+    for _ in range(3):
+        coins = random.random(1000) < 0.5
+        scores = random.normal(size=1000) + coins / gaussian_sigma(8.0, 1e-5)
+        found.append([lower_bound(scores, coins, 1e-5, gaussian=each).epsilon for each in (False, True)])
+    plain, curved = np.mean(found, axis=0)
+    assert 1.3 * plain < curved < 1.5 * plain < 8.0
 
 
 def plan_of(sampling: str, family: str = "bisr", **parameters) -> Plan:
@@ -145,16 +227,19 @@ def test_a_sound_run_is_not_broken(tmp_path):
     assert (tmp_path / "audit.png").stat().st_size > 1000
 
 
-def half_the_noise(optimizer):
-    noise, add = optimizer.run.noise, optimizer.run.noise.add_
+def weaker_noise(share):
+    def plant(optimizer):
+        noise, add = optimizer.run.noise, optimizer.run.noise.add_
 
-    def weaker(sums):
-        before = [total.clone() for total in sums]
-        add(sums)
-        for total, known in zip(sums, before, strict=True):
-            total.copy_(known + (total - known) / 2)
+        def weaker(sums):
+            before = [total.clone() for total in sums]
+            add(sums)
+            for total, known in zip(sums, before, strict=True):
+                total.copy_(known + share * (total - known))
 
-    noise.add_ = weaker
+        noise.add_ = weaker
+
+    return plant
 
 
 def the_same_noise_again(optimizer):
@@ -170,37 +255,64 @@ def the_same_noise_again(optimizer):
     noise.add_ = repeated
 
 
-def clip_twice_too_high(optimizer):
-    optimizer._engine.max_grad_norm *= 2
+def louder_clipping(factor):
+    def plant(optimizer):
+        optimizer._engine.max_grad_norm *= factor
+
+    return plant
+
+
+def batches_of_another_scheme(monkeypatch):
+    def other(accounted, *rest):
+        return Batches(Cyclic(accounted.steps, accounted.separation // 2), *rest)
+
+    for room in (adapters.scheme, canaries):
+        monkeypatch.setattr(room, "Batches", other)
 
 
 @pytest.mark.parametrize(
-    ("bug", "says"),
+    ("bug", "says", "more"),
     [
-        (half_the_noise, "noise"),
-        (the_same_noise_again, "noise"),
-        (clip_twice_too_high, "as loud"),
+        (weaker_noise(0.5), "noise", 1.5),
+        (the_same_noise_again, "noise", 0.0),
+        (louder_clipping(2), "as loud", 1.5),
     ],
 )
-def test_planted_bugs_are_found(bug, says):
-    optimizer = trained(bug)
-    found = optimizer.audit()
+def test_planted_bugs_are_found(bug, says, more):
+    found = trained(bug).audit()
     assert found.broken
     assert any(says in fault for fault in found.faults), found.faults
     assert "broken" in str(found)
-    if bug in (half_the_noise, clip_twice_too_high):
-        assert found.measured_epsilon > 1.5 * found.epsilon
+    assert found.measured_epsilon > more * found.epsilon
 
 
 def test_batches_of_another_scheme_are_found(monkeypatch):
-    def other(scheme, *rest):
-        return Batches(Cyclic(scheme.steps, scheme.separation // 2), *rest)
-
-    for room in (drawing, canaries):
-        monkeypatch.setattr(room, "Batches", other)
+    batches_of_another_scheme(monkeypatch)
     found = trained().audit()
     assert found.broken
     assert any("came again" in fault for fault in found.faults), found.faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "count"),
+    [
+        (weaker_noise(0.5), 16),
+        (weaker_noise(0.9), 64),
+        (weaker_noise(0.97), 1024),
+        (the_same_noise_again, 16),
+        (louder_clipping(2), 64),
+        (louder_clipping(1.25), 1024),
+        (None, 16),
+    ],
+)
+def test_so_many_canaries_find_each_bug_in_every_run(bug, count, monkeypatch):
+    """The table of docs/auditing.md; None plants batches of another scheme. Sound runs are never called broken."""
+    assert not any(trained(canaries=count).audit().broken for _ in range(5))
+    if bug is None:
+        batches_of_another_scheme(monkeypatch)
+    for _ in range(10):
+        assert trained(bug or (lambda _: None), canaries=count).audit().broken
 
 
 def test_canaries_say_nothing_of_who_was_drawn():
@@ -227,6 +339,43 @@ def test_canaries_lie_beside_the_real_gradients():
     added = (watched._left[: EXAMPLES // BATCH] * took_part).sum(axis=0)
     difference = added[watched.included].mean() - added[~watched.included].mean()
     assert abs(difference - 1.0) < 6 * audited.noise_multiplier / math.sqrt(500)
+
+
+def test_a_resumed_run_is_audited_as_if_it_had_never_stopped(tmp_path):
+    """Another process goes on from a checkpoint that is older than the crash."""
+
+    def started(count=2000, key=tmp_path / "key", **options):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 60)
+        data = TensorDataset(torch.randn(EXAMPLES, 40), torch.randn(EXAMPLES, 60))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        options = {"key": key, "canaries": count, **options}
+        return make_private(model, optimizer, data, plan_of("cyclic", bands=3), 0.5, **options)
+
+    def train(model, optimizer, loader, steps=60, saved=-1):
+        while optimizer.run.step < steps:
+            for x, y in itertools.islice(loader, steps - optimizer.run.step):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                if optimizer.run.step == saved:
+                    save_checkpoint(tmp_path / "checkpoint", model, optimizer, loader)
+        optimizer.close()
+
+    crashed = started()
+    train(*crashed, steps=31, saved=25)
+    for wrong in (0, 1000):
+        with pytest.raises(QuellError, match=rf"saved with canaries=2000 and this run has canaries={wrong}: pass that"):
+            load_checkpoint(tmp_path / "checkpoint", *(other := started(wrong)))
+        other[1].close()
+    resumed = started()
+    assert load_checkpoint(tmp_path / "checkpoint", *resumed) == 25
+    train(*resumed)
+    straight = started(key=Key.load(tmp_path / "key"), ledger=tmp_path / "other")
+    train(*straight)
+    found, expected = resumed[1].audit(), straight[1].audit()
+    assert np.array_equal(found.scores, expected.scores)
+    assert found.as_dict() == expected.as_dict()
 
 
 def test_wrong_requests_are_refused_in_a_sentence():

@@ -7,11 +7,12 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from quell import privacy, strategy, workload
 from quell.privacy import composition, gaussian_delta, gaussian_epsilon
 from quell.privacy.coins import coin_delta, coin_epsilon
-from quell.privacy.composition import Charge, Together, dominating_gaussian
+from quell.privacy.composition import Charge, Together, changed, dominating_gaussian
 from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile
 from quell.schemes import BallsInBins, Cyclic
 
@@ -74,8 +75,6 @@ def test_promises_alone_compose_as_randomised_response_does(epsilon):
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
 def test_runs_of_all_kinds_compose_as_their_outcomes_do(epsilon):
     """A Gaussian run, a run of coins and a promise, on fine cells of their outputs."""
-    from scipy.stats import norm
-
     edges = np.linspace(-8, 9, 400)
     with_, without = (np.diff(norm.cdf(edges, mean)) for mean in (1.0, 0.0))
     coin = 0.3 * with_ + 0.7 * without, without
@@ -189,6 +188,22 @@ def test_plans_chosen_by_earlier_losses_can_cost_more_than_any_fixed_order():
         for choice in (flat, steep)
     ]
     assert gambled > 1.01 * max(fixed)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 2.5])
+def test_two_steps_between_neighbours(epsilon):
+    """A chain of three laws, by outcomes: each step keeps a promise, both steps together what `changed` says."""
+    mu = 0.6
+    edges = np.linspace(-9, 9, 4000)
+    first, _, last = (np.diff(norm.cdf(edges, place * mu)) for place in range(3))
+    exact = np.maximum(last - math.exp(epsilon) * first, 0).sum()
+    gaussian = changed(charged(GaussianProfile(mu)))
+    assert Together((gaussian,)).delta(epsilon) == pytest.approx(exact, rel=1e-3)
+    points = changed(charged(curve_of(mu, points=65), 3.0, 1e-5))
+    assert exact <= Together((points,)).delta(epsilon) <= 1.05 * exact  # chords between points
+    assert points.epsilon == 6.0
+    assert points.delta == pytest.approx((1 + math.exp(3.0)) * 1e-5)
+    assert changed(charged(PointProfile(((1.0, 1e-3),), 1e-7))).profile.failure == 1e-7
 
 
 def test_failure_probabilities_are_part_of_the_total():

@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -105,12 +106,34 @@ def test_fixed_plans_are_charged_less(tmp_path):
 
 
 def test_users_are_not_protected_by_promises_per_example(tmp_path, entry):
-    users = Budget.create(tmp_path / "users", name="x", epsilon=4.0, delta=1e-5, unit="user")
-    with pytest.raises(QuellError, match="protects users, but the run is private per example"):
-        users.add(entry)
-    assert users.add(dataclasses.replace(entry, unit="user"))
-    examples = Budget.create(tmp_path / "examples", name="x", epsilon=4.0, delta=1e-5)
-    assert examples.add(dataclasses.replace(entry, unit="user"))  # an example is part of a user
+    public = "user with public ownership of examples"
+    users, owners, examples = (
+        Budget.create(tmp_path / unit, name="x", epsilon=8.0, delta=1e-5, unit=unit)
+        for unit in ("user", public, "example")
+    )
+    per_user, per_owner = (dataclasses.replace(entry, unit=unit) for unit in ("user", public))
+    for budget, weaker in ((users, entry), (users, per_owner), (owners, entry)):
+        with pytest.raises(
+            QuellError, match=rf"is per {budget.allowed.unit}, but the run is private per {weaker.unit}"
+        ):
+            budget.add(weaker)
+    assert users.add(per_user)
+    assert owners.add(per_owner)
+    assert owners.spent() == users.spent()
+    assert owners.add(named(per_user, "b"))
+    assert examples.add(per_user)
+
+
+def test_a_row_of_a_user_that_changes_counts_twice(tmp_path, entry):
+    """Hidden is whether a user is there. The clipped mean of two rows turns around where one of them is zeroed."""
+    rows = np.array([1000.0, -10.0])
+    units = [float(np.clip(each.mean(), -1, 1)) for each in (rows, rows * [0, 1])]
+    assert abs(units[0] - units[1]) == 2  # two clip norms, where a user that is absent moves one
+    examples = Budget.create(tmp_path / "b", name="x", epsilon=8.0, delta=1e-5)
+    examples.add(dataclasses.replace(entry, unit="user"))
+    exact = gaussian_epsilon(1 / (2 * entry.profile["mu"]), 1e-5)
+    assert exact <= examples.spent().epsilon <= exact * (1 + 1e-6)
+    assert examples.spent().naive_epsilon == 2 * entry.epsilon
 
 
 @pytest.mark.parametrize(
@@ -122,7 +145,8 @@ def test_users_are_not_protected_by_promises_per_example(tmp_path, entry):
         ({"profile": {"kind": "gaussian", "mu": 0.1, "failure": 0.0}}, "privacy loss"),
     ],
 )
-def test_every_false_claim_is_found(budget, entry, change, claim):
+def test_every_false_claim_is_found(tmp_path, entry, change, claim):
+    budget = Budget.create(tmp_path / "b", name="x", epsilon=8.0, delta=1e-5)
     budget.add(dataclasses.replace(entry, **change))
     (false,) = [check for check in budget.verify() if not check.holds]
     assert claim in false.claim
@@ -190,7 +214,7 @@ def test_other_files_are_refused(tmp_path, content):
     [
         ({"epsilon": 0.0}, "must be positive"),
         ({"delta": 1.0}, "between 0 and 1"),
-        ({"unit": "house"}, "use example or user"),
+        ({"unit": "house"}, "use example, user with public ownership of examples, user"),
         ({"name": "a\nb"}, "a line of text"),
         ({"fixed_plans": 1}, "True or False"),
     ],
@@ -215,6 +239,24 @@ def test_a_charge_is_on_the_disk_before_it_is_answered(budget, entry, monkeypatc
     monkeypatch.setattr(lines.os, "fsync", lambda handle: (fsync(handle), synced.append(os.fstat(handle).st_size)))
     budget.add(entry)
     assert synced == [budget.path.stat().st_size]
+
+
+@pytest.mark.parametrize("moment", ["flock", "fsync"])
+def test_a_charge_to_a_file_that_was_replaced_meanwhile_is_no_charge(budget, entry, monkeypatch, moment):
+    """Somebody puts a copy in its place: the line would be in a file that has no name any more."""
+    room = lines.fcntl if moment == "flock" else lines.os
+    act = getattr(room, moment)
+
+    def replace(*arguments):
+        act(*arguments)
+        copy = budget.path.with_name("copy")
+        copy.write_bytes(budget.path.read_bytes().splitlines(keepends=True)[0])
+        copy.replace(budget.path)
+
+    monkeypatch.setattr(room, moment, replace)
+    with pytest.raises(QuellError, match="was replaced while it was used: try again"):
+        budget.add(entry)
+    assert budget.entries == []
 
 
 def _charge_many(path: Path, entry: Entry, writer: int, count: int, gate) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import collections
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
 from typer.testing import CliRunner
 
 from quell import cli, privacy
@@ -37,6 +41,30 @@ def test_the_promise_covers_all_trials(fixed, everything):
     assert everything.epsilon == pytest.approx(gaussian_epsilon(1 / (_mu(everything) * 3**0.5), 1e-4), rel=1e-6)
     assert 3.99 < everything.epsilon <= 4.0
     assert everything.law == "all"
+
+
+def test_nothing_that_a_search_releases_exceeds_its_promise(fixed):
+    """A trial that keeps one normal number, which is all that a Gaussian run tells about an example, in fine cells.
+
+    The best of a geometric number of trials has the distribution function F/(4 − 3F), F being that of one trial.
+    """
+    edges = np.linspace(-9, 9 + _mu(fixed), 4001)
+    laws = [np.diff(norm.cdf(edges, place)) for place in (0.0, _mu(fixed))]
+    worst, outcome = 0.0, edges[1:]
+    crowded = [np.where(outcome < place, 100.0 - outcome, outcome) for place in np.linspace(-4, 1, 21)]
+    for score in (
+        outcome,
+        -outcome,
+        *crowded,
+    ):  # the last: what speaks against the example beats all that speaks for it
+        order = np.argsort(score)
+        released = []
+        for law in laws:
+            below = np.concatenate([[0.0], np.cumsum(law[order])]).clip(0, 1)
+            released.append(np.diff(below / (4 - 3 * below)))
+        for ours, theirs in (released, released[::-1]):
+            worst = max(worst, brentq(lambda e, p=ours, q=theirs: np.maximum(p - np.exp(e) * q, 0).sum() - 1e-4, 0, 20))
+    assert 1.2 * fixed.plans[0].run.epsilon < worst <= fixed.epsilon < 1.1 * worst
 
 
 def _mu(search):
@@ -148,6 +176,8 @@ def test_a_search_is_charged_as_one_run_before_its_first_trial(tmp_path, fixed, 
 class Study:
     """The part of an Optuna study that a search uses: it remembers, and a sampler proposes what is not enqueued."""
 
+    direction = SimpleNamespace(name="MAXIMIZE")
+
     def __init__(self):
         self.waiting, self.told, self.proposed = [], [], 0
 
@@ -181,6 +211,20 @@ def test_optuna_remembers_trials_and_proposes_only_where_that_is_covered(fixed, 
     made = list(_run(Search(everything, {"lr": [1, 2]}, study=learning)))
     assert (len(made), learning.proposed) == (3, 3)
     assert {trial.parameters["lr"] for trial in made} == {2}
+
+
+def test_optuna_itself(fixed, everything):
+    """Where it is installed (CI has the stand-in above alone)."""
+    optuna = pytest.importorskip("optuna")
+    space = {"lr": [0.01, 0.1, 1.0], "layers": [1, None], "norm": ["group", "none"]}
+    for plan in (fixed, everything):
+        study = optuna.create_study(direction="maximize")
+        search = Search(plan, space, study=study)
+        made = list(_run(search, lambda p: -p["lr"]))
+        assert [(each.params, each.value) for each in study.trials] == [(each.parameters, each.score) for each in made]
+        assert study.best_value == search.best.score
+    with pytest.raises(QuellError, match="direction='maximize'"):
+        Search(fixed, space, study=optuna.create_study())
 
 
 def test_the_command_compares_and_plans():

@@ -114,12 +114,17 @@ class Canaries:
         self._took_part[step, took_part] = True
         self._left[step] = left
 
+    @property
+    def traces(self) -> NDArray[np.float32]:
+        """(steps so far, count) what `record` was told was left, to be told again where the run goes on."""
+        return self._left[: self._next]
+
     def audit(self, confidence: float = 0.95) -> Audit:
         """The ε that the attacker proves, and whether the noise is what it should be."""
         if self._next < self.steps:
             raise QuellError(
-                f"the audit has seen {self._next:,} of {self.steps:,} steps: finish the run, in one process from its "
-                "first step on, and ask again"
+                f"the audit has seen {self._next:,} of {self.steps:,} steps: finish the run, from its first step or a "
+                "checkpoint of it on, and ask again"
             )
         promised, sigma = self.mechanism.guarantee, self.mechanism.noise_multiplier
         columns = np.asarray(self.mechanism.strategy.matrix()[: self.steps, : self.steps]) / sigma

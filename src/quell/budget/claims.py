@@ -15,6 +15,7 @@ from quell.planning.prices import Prices
 from quell.privacy import Profile, certify
 from quell.privacy.composition import Charge, Together, repeated
 from quell.privacy.selection import Trials, selected, selected_epsilon, worst_of
+from quell.show.words import whom
 
 ALL = "all"  # the law of a fixed number of trials, all of which are released
 Kind = tuple[Prices, Mechanism]  # what one trial may run
@@ -39,7 +40,7 @@ def run_claim(prices: Prices, mechanism: Mechanism) -> Claim:
     if (guarantee.epsilon, guarantee.delta) != (planned.epsilon, planned.delta):  # a mechanism of another plan
         planned = planned.changed(epsilon=guarantee.epsilon, delta=guarantee.delta)
     content = plan_of(planned.as_dict(), mechanism.as_dict(planned.objective))
-    return Claim(planned.promise.unit, guarantee.epsilon, guarantee.delta, _profile(prices, mechanism), content)
+    return Claim(_unit(prices), guarantee.epsilon, guarantee.delta, _profile(prices, mechanism), content)
 
 
 def search_claim(trials: Trials | int, kinds: Sequence[Kind], delta: float) -> Claim:
@@ -61,7 +62,7 @@ def search_claim(trials: Trials | int, kinds: Sequence[Kind], delta: float) -> C
     if not math.isfinite(epsilon):
         raise QuellError(f"no ε is known for this search at δ = {delta:g}: give its trials a smaller delta")
     content = {"trials": as_plain(trials), "delta": delta, "plans": plans}
-    return Claim(kinds[0][0].run.promise.unit, epsilon, delta, profile, content)
+    return Claim(_unit(kinds[0][0]), epsilon, delta, profile, content)
 
 
 def claim_again(content: dict[str, Any]) -> Claim:
@@ -90,6 +91,10 @@ def as_plain(trials: Trials | int) -> dict[str, Any]:
 
 def from_plain(content: dict[str, Any]) -> Trials | int:
     return int(content["mean"]) if content["law"] == ALL else Trials(**content)
+
+
+def _unit(prices: Prices) -> str:
+    return whom(prices.run.drawn, prices.run.promise.unit)
 
 
 def _profile(prices: Prices, mechanism: Mechanism) -> Profile:

@@ -13,10 +13,12 @@ from typing import Any
 from quell.budget.claims import Claim, claim_again
 from quell.errors import QuellError, require_privacy, short
 from quell.planning.file import Check
-from quell.privacy.composition import Charge
+from quell.privacy.composition import Charge, changed
 from quell.privacy.profile import of_plain, plain
+from quell.show.words import whom
 
 MOST_BYTES = 1 << 20  # of a plan that an entry carries; of larger ones only the digest
+UNITS = ("example", whom("group"), "user")  # whom promises can be for, each stronger than those before
 _TOLERANCE = 1e-6  # of points that were certified on another machine
 
 
@@ -27,7 +29,7 @@ class Entry:
     Args:
         run: What names it: the id of its noise key, or what was given. The same run with the same plan is charged once.
         when: When it was charged (UTC).
-        unit: Whom its promise is for: "example" or "user".
+        unit: Whom its promise is for, one of `UNITS`.
         epsilon, delta: Its promise.
         profile: What is known of its δ at every ε, as plain data (`quell.privacy.profile`).
         digest: Of the plan: run and mechanism as plain data.
@@ -43,9 +45,10 @@ class Entry:
     digest: str
     plan: dict[str, Any] | None = None
 
-    @property
-    def charge(self) -> Charge:
-        return Charge(of_plain(self.profile), self.epsilon, self.delta)
+    def charge_per(self, unit: str) -> Charge:
+        """What the run costs each `unit`. A run per user hides whole users; a row of one that changes counts twice."""
+        own = Charge(of_plain(self.profile), self.epsilon, self.delta)
+        return changed(own) if unit == "example" != self.unit else own
 
     @property
     def kind(self) -> str:
@@ -84,7 +87,7 @@ def read_entry(content: dict[str, Any]) -> Entry:
         require_privacy(entry.epsilon, entry.delta)
         of_plain(entry.profile)
         texts = (entry.run, entry.when, entry.unit, entry.digest)
-        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+        if not all(isinstance(text, str) and text.isprintable() for text in texts) or entry.unit not in UNITS:
             raise TypeError
     except TypeError:
         raise QuellError(f"{short(content)} is not an entry of a budget: restore the file from a copy") from None

@@ -13,16 +13,15 @@ from typing import Any
 
 from quell.budget import lines
 from quell.budget.claims import plan_of, run_claim
-from quell.budget.entry import Entry, checks_of, digest_of, entry_of, read_entry
+from quell.budget.entry import UNITS, Entry, checks_of, digest_of, entry_of, read_entry
 from quell.errors import QuellError, at_least, require_privacy, short
 from quell.planning.file import Check
 from quell.planning.mechanism import Mechanism
 from quell.planning.planner import Plan
-from quell.privacy.composition import Charge, Together
+from quell.privacy.composition import Together
 from quell.show.words import counted
 
 FORMAT, VERSION = "quell-budget", 1
-UNITS = ("example", "user")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Allowance:
         if not isinstance(self.fixed_plans, bool):
             raise QuellError(f"fixed_plans={short(self.fixed_plans)} must be True or False")
         if self.unit not in UNITS:
-            raise QuellError(f"unit={short(self.unit)} is not known: use {' or '.join(UNITS)}")
+            raise QuellError(f"unit={short(self.unit)} is not known: use {', '.join(UNITS)}")
         if not isinstance(self.name, str) or not self.name.isprintable():
             raise QuellError(f"name={short(self.name)} must be a line of text: name the data set")
 
@@ -92,7 +91,8 @@ class Budget:
             path: Where; an existing file is refused.
             name: Of the data set.
             epsilon, delta: What all runs together may spend.
-            unit: Whom the budget protects: each "example" or each "user".
+            unit: Whom the budget protects: each "example", each "user", or, for plans with `groups=`, each "user with
+                public ownership of examples".
             fixed_plans: That no plan will be chosen by looking at what earlier runs released, which charges less.
         """
         allowed = Allowance(name, epsilon, delta, unit, fixed_plans)
@@ -112,7 +112,7 @@ class Budget:
     def spent(self, delta: float | None = None) -> Spent:
         """What all runs so far have spent together, at `delta` (default: the budget's)."""
         allowed, entries = self._parse(lines.read(self.path))
-        return spent(entries, allowed.delta if delta is None else require_privacy(1.0, delta)[1])
+        return spent(entries, allowed.delta if delta is None else require_privacy(1.0, delta)[1], allowed.unit)
 
     def charge(self, plan: Plan, mechanism: Mechanism | None = None, *, run: str) -> bool:
         """Charge a run of a plan before it starts; raises `QuellError` where the budget does not suffice.
@@ -163,9 +163,10 @@ class Budget:
 
     def _require_room(self, allowed: Allowance, entries: list[Entry]) -> None:
         new = entries[-1]
-        if allowed.unit == "user" and new.unit != "user":
+        if UNITS.index(new.unit) < UNITS.index(allowed.unit):
             raise QuellError(
-                f"the budget {self.path} protects users, but the run is private per {new.unit}: plan it per user"
+                f"the budget {self.path} is per {allowed.unit}, but the run is private per {new.unit}: plan it per "
+                f"{allowed.unit}"
             )
         total = decisive(allowed, entries)
         if total > allowed.epsilon:
@@ -187,9 +188,9 @@ class Budget:
             raise QuellError(f"the first line of {self.path} is not that of a budget: restore the file") from None
 
 
-def spent(entries: Iterable[Entry], delta: float) -> Spent:
-    """What runs have spent together at `delta`."""
-    together = Together(_charges(entries))
+def spent(entries: Iterable[Entry], delta: float, unit: str = "example") -> Spent:
+    """What runs have spent together at `delta`, for each `unit`."""
+    together = _together(entries, unit)
     return Spent(
         len(together.charges), delta, together.epsilon(delta), together.adaptive_epsilon(delta), *together.naive
     )
@@ -197,9 +198,9 @@ def spent(entries: Iterable[Entry], delta: float) -> Spent:
 
 def decisive(allowed: Allowance, entries: Iterable[Entry]) -> float:
     """The ε of all runs that the budget compares with its own."""
-    together = Together(_charges(entries))
+    together = _together(entries, allowed.unit)
     return (together.epsilon if allowed.fixed_plans else together.adaptive_epsilon)(allowed.delta)
 
 
-def _charges(entries: Iterable[Entry]) -> tuple[Charge, ...]:
-    return tuple(entry.charge for entry in entries)
+def _together(entries: Iterable[Entry], unit: str) -> Together:
+    return Together(tuple(entry.charge_per(unit) for entry in entries))

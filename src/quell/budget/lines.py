@@ -71,6 +71,7 @@ def append(path: Path, make: Callable[[list[dict[str, Any]]], dict[str, Any] | N
                 os.ftruncate(handle, size)
                 raise OSError(28, "no space left on the disk")
             os.fsync(handle)
+            _require_same(path, handle)  # else the line is in a file that nobody reads any more
         except OSError as problem:
             raise QuellError(f"cannot write the budget {path}: {problem.strerror}; nothing was charged") from problem
     return True
@@ -93,12 +94,16 @@ def _locked(path: Path) -> Iterator[int]:
     try:
         if fcntl is not None:
             fcntl.flock(handle, fcntl.LOCK_EX)
-        named, ours = os.stat(path), os.fstat(handle)
-        if (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino):
-            raise QuellError(f"the budget {path} was replaced while it was waited for: try again")
+        _require_same(path, handle)
         yield handle
     finally:
         os.close(handle)
+
+
+def _require_same(path: Path, handle: int) -> None:
+    named, ours = os.stat(path), os.fstat(handle)
+    if (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino):
+        raise QuellError(f"the budget {path} was replaced while it was used: try again")
 
 
 @dataclass

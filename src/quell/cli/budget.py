@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from quell.budget import Budget
+from quell.budget.entry import UNITS
 from quell.budget.ledger import decisive
 from quell.cli import options, terminal
 from quell.cli.help import Group
@@ -47,7 +48,7 @@ def init(
     delta: Annotated[
         float | None, typer.Option(help="At this delta: at most 1/examples. Required.", **options.NUMBER)
     ] = None,
-    unit: Annotated[str, typer.Option(help="Whom it protects: each example, or each user.")] = "example",
+    unit: Annotated[str, typer.Option(help=f"Whom it protects: each {', each '.join(UNITS)}.")] = "example",
     fixed_plans: Annotated[
         bool, typer.Option("--fixed-plans", help="No plan will be chosen by what earlier runs released.")
     ] = False,

@@ -30,9 +30,10 @@ from quell.privacy.losses import Losses, Part, compose_both
 from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile, Profile, both_ways, curve, spread
 
 _RESERVED = 0.1  # of δ, for what is lost outside of Gaussians where plans depend on earlier results
-_SLACK = 1e-3  # of a run's promised δ: what its dominating Gaussian may leave out
+_SLACK = 1e-3  # of a run's promised δ, or of all runs' if that is less: what its dominating Gaussian may leave out
 _LARGEST = 1e3  # μ that is looked for
 _STRIDE = 8  # of the grid of losses, when it is compared with a Gaussian curve
+_SPLITS = 151  # values of ε at which the curve of one step is looked at, for two
 _SAFETY = 1e-9  # relative, against rounding in sums of a few hundred squares and in differences of tails
 
 
@@ -87,7 +88,7 @@ class Together:
         """The same for plans chosen with everything in view that earlier runs released (Proof 18)."""
         if len(self.charges) < 2:  # the first plan is chosen before anything is released
             return self.epsilon(delta)
-        covers = [dominating_gaussian(each.profile, _SLACK * each.delta) for each in self.charges]
+        covers = [dominating_gaussian(each.profile, _SLACK * min(each.delta, delta)) for each in self.charges]
         mu = math.sqrt(math.fsum(cover[0] ** 2 for cover in covers)) * (1 + _SAFETY)
         lost = math.fsum([cover[1] for cover in covers] + [each.profile.failure for each in self.charges])
         if lost > _RESERVED * delta:  # how δ is shared must be fixed in advance too
@@ -129,6 +130,32 @@ def repeated(profile: Profile, times: int, delta: float) -> Profile:
     sure = Together((Charge(replace(profile, failure=0.0), math.inf, 1.0),) * times)
     at = spread(sure.epsilon(1e-3 * delta))
     return PointProfile(tuple((epsilon, sure.delta(epsilon)) for epsilon in at), times * profile.failure)
+
+
+@lru_cache(maxsize=256)
+def changed(charge: Charge) -> Charge:
+    """A run that hides whether a user is there, for neighbours in which the user *changes*: two steps between them.
+
+    P ≤ e^a·P' + δ(a) and P' ≤ e^b·P" + δ(b) give P ≤ e^{a+b}·P" + δ(a) + e^a·δ(b), here at its best a for each a + b on
+    a grid. For Gaussian runs μ doubles.
+
+    >>> changed(Charge(GaussianProfile(0.5), 1.0, 1e-5)).profile
+    GaussianProfile(mu=1.0, failure=0.0)
+    """
+    profile = charge.profile
+    promised = 2.0 * charge.epsilon, min(1.0, (1.0 + math.exp(charge.epsilon)) * charge.delta)
+    if isinstance(profile, GaussianProfile):
+        return Charge(replace(profile, mu=2.0 * profile.mu), *promised)
+    once = Together((Charge(replace(profile, failure=0.0), math.inf, 1.0),))
+    tops = (once.epsilon(share * charge.delta) for share in (1e-8, 1e-6, 1e-4, 1e-2))  # as far as it is known
+    a = np.linspace(0.0, next((top for top in tops if math.isfinite(top)), charge.epsilon), _SPLITS)
+    delta = np.array([once.delta(float(each)) for each in a])
+    points = []
+    for place in range(2 * _SPLITS - 1):
+        first = np.arange(max(0, place - _SPLITS + 1), min(place, _SPLITS - 1) + 1)
+        least = float(np.min(delta[first] + np.exp(a[first]) * delta[place - first]))
+        points.append((float(a[1] * place), min(1.0, least * (1 + _SAFETY))))
+    return Charge(PointProfile(tuple(points), profile.failure), *promised)
 
 
 @lru_cache(maxsize=256)

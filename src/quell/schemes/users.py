@@ -31,7 +31,9 @@ def numbered(ids: Iterable[object]) -> Indices:
     """
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
         raise QuellError(f"the ids of users have shape {ids.shape}: pass one id per example")
-    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuSU":
+    if type(ids) is np.ndarray and (
+        ids.dtype.kind in "iu" or (ids.dtype.kind in "SU" and np.all(ids != ids.dtype.type()))
+    ):
         return np.unique(ids, return_inverse=True)[1].astype(np.int64)
     known: dict[object, int] = {}
     return np.fromiter((_number(known, place, each) for place, each in _each(ids)), dtype=np.int64)
@@ -70,13 +72,13 @@ def shared(owners: Iterable[object]) -> Indices:
 
 
 _SEVERAL = (list, tuple, set, frozenset, np.ndarray)
-_IDS = (str, bytes, int, float, UUID, date)  # equal ones are the same user, which other objects may not promise
+_IDS = (str, bytes, (int, float), UUID, date)  # kinds; equal ones are one user, which other objects may not promise
 
 
 def _each(ids: Iterable[object]) -> Iterator[tuple[int, object]]:
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise QuellError(f"the ids of users are {short(ids)}: pass a list or an array with one entry per example")
-    return enumerate(ids)
+    return ((place, None if each is np.ma.masked else each) for place, each in enumerate(ids))
 
 
 def _number(known: dict[object, int], place: int, name: Any) -> int:
@@ -87,10 +89,16 @@ def _number(known: dict[object, int], place: int, name: Any) -> int:
             f"example {place:,} has several users ({short(name)}), but the plan draws users who share no examples: "
             "make a plan with groups= (docs/users.md), or give every example one id"
         )
-    if name is None or name != name or name == "":  # NaN and "" are what tables have there
+    if name is None or name != name or name in ("", b""):  # what tables have there
         raise QuellError(f"example {place:,} has no user ({short(name)}): leave it out, or give it a user of its own")
-    if not isinstance(name, _IDS):
+    kind = next((kind for kind in _IDS if isinstance(name, kind)), None)
+    if kind is None:
         raise QuellError(f"the user {short(name)} of example {place:,} cannot be an id: use numbers or texts")
+    if not isinstance(other := next(iter(known), name), kind):
+        raise QuellError(
+            f"the users {short(other)} and {short(name)} (of example {place:,}) are ids of different kinds, so that "
+            "one person could be two users, as 7 and '7': give ids of one kind"
+        )
     return known.setdefault(name, len(known))
 
 

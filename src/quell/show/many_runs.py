@@ -122,7 +122,7 @@ def search_lines(search: TuningPlan) -> list[str]:
     )
     return [
         *trials,
-        f"The whole search: {words.level(search.epsilon, search.promise.delta)} per {search.promise.unit}, all trials "
+        f"The whole search: {words.level(search.epsilon, search.promise.delta)} per {search.claim.unit}, all trials "
         f"included. {secret}",
         "Scores must come from data that the promise does not cover, such as held-out examples.",
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,15 @@ class PlantedCanaries:
         """Note what a step has released about the canaries, beside what was known before."""
         if step < self.watched.steps:
             left = (self._at(released) - unfinished.known) / self._unit
+            self.watched.record(step, self._of(step), left)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found so far, as secret as the noise."""
+        return {"count": self.watched.count, "traces": torch.from_numpy(self.watched.traces.copy())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was found before."""
+        for step, left in enumerate(state["traces"].numpy()):
             self.watched.record(step, self._of(step), left)
 
     def _of(self, step: int) -> NDArray[np.int64]:

@@ -180,6 +180,7 @@ class PrivateOptimizer(Optimizer):
             "gradients": self._engine.settings(),
             "random": random_states(),
             "averages": None if self._averages is None else self._averages.state_dict(),
+            "canaries": None if self.run.planted is None else self.run.planted.state_dict(),
         }
         noise = self.run.noise.state_dict()
         states = gather(noise) if self._sharded and noise["buffers"] is not None else [noise]
@@ -200,6 +201,11 @@ class PrivateOptimizer(Optimizer):
         rate = None if self._averages is None else self._averages.rate
         if averages["rate"] != rate:
             raise QuellError(f"the state was saved with ema={averages['rate']} and this run has ema={rate}: pass that")
+        planted, canaries = self.run.planted, own.get("canaries") or {"count": 0}
+        if canaries["count"] != (count := 0 if planted is None else planted.watched.count):
+            raise QuellError(
+                f"the state was saved with canaries={canaries['count']} and this run has canaries={count}: pass that"
+            )
         self.run.noise.load_state_dict(own["noise"], replay=replay)
         self._to_replay = None
         self.run.share_released()
@@ -213,6 +219,8 @@ class PrivateOptimizer(Optimizer):
             shard_state(self.original_optimizer)
         if self._averages is not None:
             self._averages.load_state_dict(averages)
+        if planted is not None:
+            planted.load_state_dict(canaries)
         self.run.restart_step()
         self._used, self._noised = False, set()
 

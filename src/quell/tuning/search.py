@@ -84,6 +84,8 @@ class Search:
         for name, values in space.items():
             if isinstance(values, str) or not isinstance(values, Sequence) or not values:
                 raise QuellError(f"{name}={short(values)} must be a list of values to choose from")
+        if study is not None and study.direction.name != "MAXIMIZE":
+            raise QuellError("the Optuna study looks for low scores, and a search for high ones: direction='maximize'")
         self.plan = plan
         self._sizes = {int(each.run.batch_size or 0): each for each in plan.plans}
         self._space = {name: list(values) for name, values in space.items()}
