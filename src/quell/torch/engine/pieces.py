@@ -167,8 +167,14 @@ class Patches:
 
     def rows(self, shape: torch.Size) -> Rows:
         """The per-unit gradients, to be kept instead of this piece."""
-        made = [self._whole(part).view(-1, *shape) for part in self._outer()]
-        return Rows(torch.cat(made) if made else self.g.new_zeros(0, *shape))
+        if self.through is not None:
+            return Rows(torch.cat([self._whole(part).view(-1, *shape) for part in self._outer()]))
+        made = self.g.new_empty(self.units * self.groups, self.g.shape[2] // self.groups, self.width // self.groups)
+        first = 0
+        for part in self._outer():
+            whole(part, made[first : first + part.units])
+            first += part.units
+        return Rows(made.view(self.units, *shape))
 
     def _whole(self, part: Outer) -> Tensor:
         """(units, elements of the weight) gradients, the same bits for norms and sums: nothing is to be allowed for."""
@@ -215,9 +221,9 @@ def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
     return Outer(by_group(g), by_group(a.unflatten(0, g.shape[:2])))
 
 
-def whole(part: Outer) -> Tensor:
+def whole(part: Outer, out: Tensor | None = None) -> Tensor:
     """(units, outputs, inputs) the per-unit gradients, made by one batched product: the same bits every time."""
-    return torch.bmm(part.g.transpose(1, 2), part.a)
+    return torch.bmm(part.g.transpose(1, 2), part.a, out=out)
 
 
 def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
