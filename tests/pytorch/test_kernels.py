@@ -137,6 +137,14 @@ def test_what_is_measured_bounds_what_is_added(shape):
                 assert float(total.double().norm()) <= float(norms[unit]) * (1 + 1e-6)
 
 
+def test_norms_allow_for_the_roundings_of_long_sums():
+    """All products are exact here, so what is above the norm is what is allowed for."""
+    ones = torch.ones(1, 1024, 8, device=DEVICE, dtype=HALF)
+    assert 1024 * 8 * (1 + 1.5e-5) <= float(kernels.gram_norms([(ones, ones)])[0]) <= 1024 * 8 * (1 + 3e-5)
+    tokens = torch.zeros(1, 1024, dtype=torch.long, device=DEVICE)
+    assert 1024 * 8**0.5 * (1 + 1.2e-4) <= float(kernels.token_norms(ones, tokens)) <= 1024 * 8**0.5 * (1 + 2e-4)
+
+
 def test_layers_of_one_shape_share_a_launch():
     torch.manual_seed(0)
     pieces, weights = [], torch.tensor([0.5, 1.0, 0.0], device=DEVICE)

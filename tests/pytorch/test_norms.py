@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from quell.torch.clip_norms import Bound, clip_factors
+from quell.torch.clipping import example_norms, row_norms
 from quell.torch.engine import bounds, pieces, rules
 from quell.torch.engine.bounds import full_precision, gram_norms, token_norms
 from quell.torch.engine.layers import LayerEngine
-from quell.torch.engine.pieces import Outer, Patches, Rows, Stacked, Tokens, merged
+from quell.torch.engine.pieces import Outer, Patches, Rows, Stacked, Tokens, merged, whole_norms
 from quell.torch.engine.scales import Scale, scaled
 
 EXAMPLES = 40
@@ -89,6 +90,43 @@ def test_tokens_that_cancel():
     found = token_norms(g, ids)
     assert bool((found >= real * (1 - 1e-6)).all())
     assert bool((found >= 1e-7 * g.norm(dim=2).sum(1)).all())  # what the sum may add by rounding another way
+
+
+LOST = 0.99 * 2.0**-24  # added to 1 in float32, it is rounded away
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("every", [1 << 10, 1 << 14])
+def test_norms_of_rows_whose_squares_are_rounded_away(every, dtype):
+    """A 1 in each of the sums that a processor adds up side by side, and squares that are lost beside it."""
+    rows = torch.full((2, 50_000), LOST**0.5)
+    rows[:, torch.arange(50_000) % every < 8] = 1.0
+    found, real = row_norms(rows.to(dtype)), rows.to(dtype).double().norm(dim=1)
+    assert bool((found >= real * (1 - 5e-6)).all())
+
+
+def test_norms_over_many_layers_whose_squares_are_rounded_away():
+    layers = [[Rows(torch.ones(2, 1))], *([Rows(torch.full((2, 1), LOST**0.5))] for _ in range(1000))]
+    assert bool((whole_norms(layers, 3.0) >= 3 * (1 + 1000 * LOST) ** 0.5 * (1 - 1e-6)).all())
+    gradients = {str(name): rows.values for name, (rows,) in enumerate(layers)}
+    assert bool((example_norms(gradients) >= (1 + 1000 * LOST) ** 0.5 * (1 - 1e-6)).all())
+
+
+def test_tokens_that_come_thousands_of_times():
+    """Between two gradients that cancel, thousands that are rounded away one by one."""
+    g = torch.full((1, 4096, 1), LOST)
+    g[:, 0], g[:, -1] = 1.0, -1.0
+    assert float(token_norms(g, torch.zeros(1, 4096, dtype=torch.long))) >= float(g.double().sum())
+
+
+@pytest.mark.parametrize("positions", [500, 4096])
+@pytest.mark.parametrize("width", [1, 8])
+def test_positions_that_are_all_rounded_up(positions, width):
+    """The sum adds 1 and then numbers just above half of its last place, each of which becomes twice as much."""
+    g = torch.full((1, positions, width), 1.02 * 2.0**-24)
+    g[:, 0] = 1.0
+    piece = Outer(g, torch.ones(1, positions, width))
+    assert float(piece.sum(torch.ones(1)).double().norm()) <= float(piece.norms())
 
 
 def test_tokens_of_one_unit_do_not_meet_those_of_another():

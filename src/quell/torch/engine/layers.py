@@ -301,7 +301,7 @@ class LayerEngine(Engine):
             own = {names: parts for names, parts in pieces.items() if names[0] in bound.names}
             if not own:  # in a pass that did not use these parameters
                 continue
-            norms = whole_norms(own.values()) * scale
+            norms = whole_norms(own.values(), scale)
             self.measured.append((norms, bound))
             factors = clip_factors(norms, bound) * scale
             if isinstance(present, Tensor) or present < units:

@@ -295,12 +295,15 @@ def gathered(found: Mapping[str, list[Piece]]) -> dict[Names, list[Piece]]:
     return pieces
 
 
-def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
-    """(units,) a bound of every unit's norm over all parameters; several pieces of one parameter add theirs."""
+def whole_norms(pieces: Iterable[list[Piece]], scale: float = 1.0) -> Tensor:
+    """(units,) a bound of every unit's norm over all parameters, times `scale`.
+
+    Several pieces of one parameter add theirs. Each addition of a square may lose 2⁻²⁴ of the sum.
+    """
     groups = list(pieces)
     made = iter(norms_of([piece for parts in groups for piece in parts]))
     norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0) * (scale * (1 + 2.0**-24 * len(norms)))
 
 
 def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
