@@ -13,7 +13,8 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
 
 from quell.torch.engine import kernels, rules  # noqa: E402
-from quell.torch.engine.pieces import Outer, Rows, Tokens, norms_of, sums_of  # noqa: E402
+from quell.torch.engine.pieces import Outer, Rows, Tokens  # noqa: E402
+from quell.torch.engine.together import norms_of, sums_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies bfloat16 wrongly

@@ -32,11 +32,12 @@ from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap
-from quell.torch.engine.pieces import Names, Piece, Rows, gathered, merged, sums_of, whole_norms
+from quell.torch.engine.pieces import Piece, Rows
 from quell.torch.engine.rules import Rule
 from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
+from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
 from quell.torch.sharding import copies, is_sharded, own_share
 from quell.torch.transfer import Awaited
 
