@@ -13,7 +13,8 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
 
 from quell.torch.engine import kernels, rules  # noqa: E402
-from quell.torch.engine.pieces import Outer, Rows, Tokens, norms_of, sums_of  # noqa: E402
+from quell.torch.engine.pieces import Outer, Rows, Tokens  # noqa: E402
+from quell.torch.engine.together import norms_of, sums_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies bfloat16 wrongly
@@ -135,6 +136,14 @@ def test_what_is_measured_bounds_what_is_added(shape):
             for unit in range(shape[0]):
                 total = piece.sum((torch.arange(shape[0], device=DEVICE) == unit).float())
                 assert float(total.double().norm()) <= float(norms[unit]) * (1 + 1e-6)
+
+
+def test_norms_allow_for_the_roundings_of_long_sums():
+    """All products are exact here, so what is above the norm is what is allowed for."""
+    ones = torch.ones(1, 1024, 8, device=DEVICE, dtype=HALF)
+    assert 1024 * 8 * (1 + 1.5e-5) <= float(kernels.gram_norms([(ones, ones)])[0]) <= 1024 * 8 * (1 + 3e-5)
+    tokens = torch.zeros(1, 1024, dtype=torch.long, device=DEVICE)
+    assert 1024 * 8**0.5 * (1 + 1.2e-4) <= float(kernels.token_norms(ones, tokens)) <= 1024 * 8**0.5 * (1 + 2e-4)
 
 
 def test_layers_of_one_shape_share_a_launch():

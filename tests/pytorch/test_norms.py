@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from quell.torch.clip_norms import Bound, clip_factors
+from quell.torch.clipping import example_norms, row_norms
 from quell.torch.engine import bounds, pieces, rules
 from quell.torch.engine.bounds import full_precision, gram_norms, token_norms
 from quell.torch.engine.layers import LayerEngine
-from quell.torch.engine.pieces import Outer, Patches, Rows, Stacked, Tokens, merged
+from quell.torch.engine.pieces import Outer, Patches, Rows, Stacked, Tokens
 from quell.torch.engine.scales import Scale, scaled
+from quell.torch.engine.together import Tied, merged, whole_norms
 
 EXAMPLES = 40
 PRECISIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -89,6 +91,43 @@ def test_tokens_that_cancel():
     found = token_norms(g, ids)
     assert bool((found >= real * (1 - 1e-6)).all())
     assert bool((found >= 1e-7 * g.norm(dim=2).sum(1)).all())  # what the sum may add by rounding another way
+
+
+LOST = 0.99 * 2.0**-24  # added to 1 in float32, it is rounded away
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("every", [1 << 10, 1 << 14])
+def test_norms_of_rows_whose_squares_are_rounded_away(every, dtype):
+    """A 1 in each of the sums that a processor adds up side by side, and squares that are lost beside it."""
+    rows = torch.full((2, 50_000), LOST**0.5)
+    rows[:, torch.arange(50_000) % every < 8] = 1.0
+    found, real = row_norms(rows.to(dtype)), rows.to(dtype).double().norm(dim=1)
+    assert bool((found >= real * (1 - 5e-6)).all())
+
+
+def test_norms_over_many_layers_whose_squares_are_rounded_away():
+    layers = [[Rows(torch.ones(2, 1))], *([Rows(torch.full((2, 1), LOST**0.5))] for _ in range(1000))]
+    assert bool((whole_norms(layers, 3.0) >= 3 * (1 + 1000 * LOST) ** 0.5 * (1 - 1e-6)).all())
+    gradients = {str(name): rows.values for name, (rows,) in enumerate(layers)}
+    assert bool((example_norms(gradients) >= (1 + 1000 * LOST) ** 0.5 * (1 - 1e-6)).all())
+
+
+def test_tokens_that_come_thousands_of_times():
+    """Between two gradients that cancel, thousands that are rounded away one by one."""
+    g = torch.full((1, 4096, 1), LOST)
+    g[:, 0], g[:, -1] = 1.0, -1.0
+    assert float(token_norms(g, torch.zeros(1, 4096, dtype=torch.long))) >= float(g.double().sum())
+
+
+@pytest.mark.parametrize("positions", [500, 4096])
+@pytest.mark.parametrize("width", [1, 8])
+def test_positions_that_are_all_rounded_up(positions, width):
+    """The sum adds 1 and then numbers just above half of its last place, each of which becomes twice as much."""
+    g = torch.full((1, positions, width), 1.02 * 2.0**-24)
+    g[:, 0] = 1.0
+    piece = Outer(g, torch.ones(1, positions, width))
+    assert float(piece.sum(torch.ones(1)).double().norm()) <= float(piece.norms())
 
 
 def test_tokens_of_one_unit_do_not_meet_those_of_another():
@@ -172,6 +211,13 @@ def stacked(kind, dtype):
     return Stacked([piece for piece, _ in made]), torch.stack([real for _, real in made], 1)
 
 
+def tied(kind, dtype, positions):
+    """An embedding of three words that is the output layer too."""
+    tokens, real = embedding(kind, dtype, -1)
+    g, a = numbers(kind, 5, positions, 3, seed=1).to(dtype), numbers(kind, 5, positions, 4).to(dtype)
+    return Tied(tokens, Outer(g, a)), real + torch.einsum("nti,ntj->nij", g.double(), a.double())
+
+
 def rows(kind, dtype):
     values = numbers(kind, 5, 8, 3).to(dtype)
     return Rows(values), values.double()
@@ -187,6 +233,8 @@ PIECES = {
     "patches of three rows": partial(convolution, unit=3),
     "patches around the edge": partial(convolution, unit=1, padding=1, padding_mode="circular"),
     "stacked": stacked,
+    "tied": partial(tied, positions=6),
+    "tied, one position": partial(tied, positions=1),
 }
 
 
@@ -307,6 +355,42 @@ def test_pieces_of_one_parameter_are_measured_together_or_added():
         assert float(one.norms().max()) <= 0.05 * float(parts[0].norms().max())
     apart = [Outer(g, a), Rows(-torch.einsum("nti,ntj->nij", g, a))]
     assert merged(apart) == apart
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rest", [0.0, 1e-6, 1e-3, 1.0])
+def test_an_embedding_that_is_the_output_layer_is_measured_exactly(rest, dtype):
+    """What the outputs add undoes what the tokens add, up to a rest: far below the sum of their norms, never below."""
+    torch.manual_seed(0)
+    g, ids = torch.randn(5, 9, 6).to(dtype), torch.randint(0, 7, (5, 9))
+    words = -nn.functional.one_hot(ids, 7).to(dtype)
+    a = (g.float() + rest * torch.randn(5, 9, 6)).to(dtype)
+    dense = torch.zeros(5, 7, 6, dtype=torch.float64)
+    for unit in range(5):
+        dense[unit].index_add_(0, ids[unit], g[unit].double())
+    real = (dense + torch.einsum("nti,ntj->nij", words.double(), a.double())).flatten(1)
+    halves = slice(0, 4), slice(4, 9)  # two calls of each
+    tokens = [Tokens(g[:, half], ids[:, half], 7, -1) for half in halves]
+    (one,) = merged([*tokens, *(Outer(words[:, half], a[:, half]) for half in halves)])
+    assert isinstance(one, Tied)
+    norms = one.norms().double()
+    assert bool((norms >= real.norm(dim=1)).all())
+    assert bool((norms <= 1.02 * real.norm(dim=1) + 2e-2 * (one.tokens.norms() + one.outer.norms())).all())
+    for unit in range(5):
+        added = one.sum((torch.arange(5) == unit).float()).double()
+        assert float(added.norm()) <= float(norms[unit])
+        torch.testing.assert_close(added, real[unit], rtol=0, atol=1e-5)
+    (small,) = merged([Tokens(g, ids, 7, -1), Rows(torch.einsum("nti,ntj->nij", words.float(), a.float()))])
+    torch.testing.assert_close(small.values.double(), real, rtol=0, atol=1e-5)
+
+
+def test_tied_norms_that_overflow_are_no_smaller():
+    """The inner product is unknown there, and the norms are added."""
+    g, ids = torch.full((1, 2, 4), 1e17), torch.zeros(1, 2, dtype=torch.long)
+    piece = Tied(Tokens(g, ids, 3, -1), Outer(torch.full((1, 1, 3), -1e17), torch.full((1, 1, 4), 1e17)))
+    apart = piece.tokens.norms() + piece.outer.norms()
+    assert torch.isfinite(apart)
+    torch.testing.assert_close(piece.norms(), apart)
 
 
 @pytest.mark.parametrize("channels", [3, 40])

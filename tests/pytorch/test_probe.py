@@ -81,7 +81,18 @@ def advantages(out, y):
     return ((chance - chance.detach()).exp() * reward).mean()
 
 
+def hooked(hook):
+    """A loss whose gradient goes through a hook of the loop on its way to the model."""
+
+    def loss(out, y):
+        out.register_hook(hook)
+        return cross_entropy(out, y)
+
+    return loss
+
+
 COUPLED = [
+    hooked(lambda gradient: gradient / gradient.norm()),
     contrastive,
     per_counted,
     per_counted_by_a_number,
@@ -126,6 +137,7 @@ def in_place(out, y):
 
 SEPARATE = [
     cross_entropy,
+    hooked(lambda gradient: gradient.clamp(-0.01, 0.01)),
     per_example,
     in_place,
     lambda out, y: cross_entropy(out, y, label_smoothing=0.1),

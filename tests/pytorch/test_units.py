@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from quell import QuellError
 from quell.torch import make_private
-from quell.torch.engine.pieces import gathered, whole_norms
+from quell.torch.engine.together import gathered, whole_norms
 
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import clipped_gradient, examples, network, seeded, train, without_noise

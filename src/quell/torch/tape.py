@@ -131,7 +131,7 @@ class Tape:
         if function is Tensor.item:
             made = _numeric(made)
         found = [value for value in pytree.tree_leaves(made) if isinstance(value, (Tensor, _Number))]
-        if found or getattr(function, "__name__", "") == "__setitem__":
+        if found or getattr(function, "__name__", "") in ("__setitem__", "register_hook"):
             self._write(_Entry(function, args, kwargs, found, _autocast(found)))
         return made
 

@@ -3,7 +3,7 @@
 A linear layer's gradient of one unit is Σ_t g_t a_tᵀ over its positions t, and its squared norm is
 Σ_ts (g_t·g_s)(a_t·a_s). Where positions nearly cancel, that sum has no correct digit: it is small, its terms are not.
 So every norm here is raised by what rounding may have taken, in terms of S = Σ_t |g_t||a_t|, which does not cancel. The
-clipped sum rounds in its own way, by some multiple of 10⁻⁷·S: what is added to the norms covers that too.
+clipped sum rounds in its own way, by u·S at most for every position, in whatever order it adds them: that is added too.
 Where nothing cancels the addition is invisible; where it does, a unit is clipped more than need be, never less.
 """
 
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quell.torch.clipping import row_norms
+
 CHUNK = 512  # so many products are added in a row before they join a sum: rounding grows with it
 SUMMING = 64  # roundings in a sum that torch makes in a cascade, and in what surrounds it
 UNDERFLOW = 1e-32  # squares below 10⁻³⁸ are lost, however large what they are multiplied with
-_ADDED_UP = 1024  # roundings allowed for in gradients that are added up entry by entry, here and in the clipped sum
 
 
 def gram_norms(g: Tensor, a: Tensor) -> Tensor:
@@ -32,15 +33,17 @@ def gram_norms(g: Tensor, a: Tensor) -> Tensor:
     sizes = [
         gram.diagonal(dim1=1, dim2=2) + UNDERFLOW * values.shape[2] for gram, values in ((products, g), (others, a))
     ]
-    bound = (sizes[0].sqrt() * sizes[1].sqrt()).sum(-1).double().square()
+    size, unit = (sizes[0].sqrt() * sizes[1].sqrt()).sum(-1).double(), _unit(g)
     square = products.mul_(others).sum(-1).double().sum(-1).clamp_(min=0.0)
-    return (square + roundings(g.shape[2], a.shape[2]) * _unit(g) * bound).sqrt().float()
+    norms = (square + roundings(g.shape[2], a.shape[2]) * unit * size.square()).sqrt()
+    return norms.add_(size, alpha=(g.shape[1] + 2) * unit).float()
 
 
 def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
     """(units,) a bound of the norm of an embedding's gradient.
 
-    The gradients of equal tokens are added, those of different tokens are orthogonal.
+    The gradients of equal tokens are added, those of different tokens are orthogonal. Adding k of them rounds by
+    (k − 1)·u·S at most, here and in the clipped sum.
     """
     units, positions = tokens.shape
     flat = (g if g.dtype == torch.float64 else g.float()).reshape(units * positions, -1)
@@ -52,18 +55,11 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
     place = new.view(-1).cumsum(0) - 1
     source = (order + torch.arange(units, device=g.device)[:, None] * positions).view(-1)
     sums = flat.new_zeros(units * positions, flat.shape[1]).index_add_(0, place, flat[source])
-    sizes = flat.new_zeros(units * positions).index_add_(0, place, torch.linalg.vector_norm(flat, dim=1)[source])
-    norms = raised(torch.linalg.vector_norm(sums, dim=1), sizes)
+    sizes = flat.new_zeros(units * positions).index_add_(0, place, row_norms(flat).to(flat)[source])
+    numbers = torch.zeros_like(sizes).index_add_(0, place, torch.ones_like(sizes))
+    norms = row_norms(sums) + (2 * numbers + SUMMING) * _unit(flat) * sizes
     squares = torch.zeros(units, dtype=torch.float64, device=g.device)
     return squares.index_add_(0, owners, norms[place].double().square() * new.view(-1)).sqrt().float()
-
-
-def raised(norms: Tensor, sizes: Tensor) -> Tensor:
-    """A bound of norms, where a gradient was added up from parts whose norms add up to `sizes`.
-
-    The norm n is off by kuS at most, with k roundings in a row, and √(n² + (cuS)²) ≥ (n + kuS)/√(1 + k²/c²) for all n.
-    """
-    return torch.hypot(norms, _ADDED_UP * _unit(sizes) * sizes)
 
 
 def roundings(*lengths: int) -> int:

@@ -5,6 +5,7 @@ plainly beside the last one. Its gradient must be the same for every parameter. 
 shows a model that sorts its rows. A layer whose rows are not examples, a rule that does not fit, or a model that mixes
 rows shows here: a few units are never as many as the batch has, so what is as long as the batch by chance is not. A
 model that returns its loss has no output of one unit, and there the gradients of all of the few units are compared.
+A model that cannot run with a few units runs with all of them, as it did, and the first unit's gradient is compared.
 """
 
 from __future__ import annotations
@@ -60,37 +61,43 @@ class FirstBatch:
         if inputs is None or not known or not rows:
             return  # the model was not called as a whole
         own_loss = all(not g.dim() for g in known)
-        if not own_loss and any(not g.dim() or len(g) != rows for g in known):
-            return
+        with_rows = all(g.dim() and len(g) == rows for g in known)
         units = rows // unit
-        few = min(_FEW, max(2, units - 1))
-        beside = [0, *[units - 1 if units > 2 else 0] * (few - 1)]
-        for backwards in (False, True):
-            orders = [list(range(few)), list(range(few)) if own_loss else beside]
-            place = few - 1 if backwards else 0
-            if backwards:
-                orders = [order[::-1] for order in orders]
-            cuts = [_cut(inputs, rows, unit, order) for order in orders]
-            # Beside the gradients of others, and alone: hooks in the model must not mix them on their way back either.
-            together = gradients if own_loss else _cut(gradients, rows, unit, orders[0])
-            alone = gradients if own_loss else [_at(place, few, unit, g) for g in gradients]
-            shared = engine.sharing()
-            with restored_buffers(engine.model), _without_dropout(engine.model):
-                try:
-                    measured = self._measured(cuts[0], together, None if own_loss else place)
-                    real = engine.unwatched(lambda: self._by_autograd(cuts[1], alone))  # noqa: B023 - run at once
-                except QuellError:
-                    raise
-                except (RuntimeError, IndexError, ValueError):
-                    engine.take_finished()
-                    return  # a tensor that has as many rows by chance, such as a mask, was cut too
-            if found := engine.sharing() - shared:
-                raise QuellError(
-                    f"{', '.join(sorted(found))} (Embedding) is given {rows} numbers whatever the batch size, and the "
-                    f"first batch has {rows} rows, so they were taken for one token of each; give positions that all "
-                    "examples share a first dimension of 1 (positions[None])"
-                )
-            self._require_same(measured, real)
+        if own_loss or with_rows:
+            few = min(_FEW, max(2, units - 1))
+            beside = [0, *[units - 1 if units > 2 else 0] * (few - 1)]
+            try:
+                for backwards in (False, True):
+                    orders = [list(range(few)), list(range(few)) if own_loss else beside]
+                    place = few - 1 if backwards else 0
+                    if backwards:
+                        orders = [order[::-1] for order in orders]
+                    cuts = [_cut(inputs, rows, unit, order) for order in orders]
+                    # Beside the gradients of others, and alone: hooks in the model must not mix them either.
+                    together = gradients if own_loss else _cut(gradients, rows, unit, orders[0])
+                    alone = gradients if own_loss else [_at(place, few, unit, g) for g in gradients]
+                    self._look(rows, cuts, together, alone, None if own_loss else place)
+                return
+            except QuellError:
+                raise
+            except (RuntimeError, IndexError, ValueError):
+                engine.take_finished()  # what was cut too is no example's, such as a mask that has as many rows
+        alone = [_at(0, units, unit, g) for g in gradients] if with_rows else gradients
+        self._look(rows, [inputs, inputs], gradients, alone, 0 if with_rows else None)
+
+    def _look(self, rows: int, inputs: list[Any], together: Any, alone: Any, place: int | None) -> None:
+        """Compare the gradients of the unit at this place, or of all units."""
+        engine, shared = self.engine, self.engine.sharing()
+        with restored_buffers(engine.model), _without_dropout(engine.model):
+            measured = self._measured(inputs[0], together, place)
+            real = engine.unwatched(lambda: self._by_autograd(inputs[1], alone))
+        if found := engine.sharing() - shared:
+            raise QuellError(
+                f"{', '.join(sorted(found))} (Embedding) is given {rows} numbers whatever the batch size, and the "
+                f"first batch has {rows} rows, so they were taken for one token of each; give positions that all "
+                "examples share a first dimension of 1 (positions[None])"
+            )
+        self._require_same(measured, real)
 
     def _require_same(self, measured: dict[str, Tensor], real: dict[str, Tensor]) -> None:
         engine = self.engine

@@ -52,7 +52,7 @@ def gram_norms(pairs_of_factors: Sequence[Factors]) -> Tensor:
         _triton().gram[(pairs, units, layers)](
             table, found, units, positions, outputs, inputs, pairs, TYPE=_type(g), **_PRODUCT
         )
-    return _bounded(found, outputs, inputs)
+    return _bounded(found, positions // 8, outputs, inputs)  # weighted sums add 16 products at once too
 
 
 def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
         _triton().token_gram[(pairs, units)](
             table, tokens.contiguous(), found, units, positions, width, pairs, TYPE=_type(g), **_PRODUCT
         )
-    return _bounded(found, width)[0]
+    return _bounded(found, positions, width)[0]
 
 
 def weighted_sums(pairs_of_factors: Sequence[Factors], weights: Tensor) -> Tensor:
@@ -83,7 +83,8 @@ def weighted_sums(pairs_of_factors: Sequence[Factors], weights: Tensor) -> Tenso
 def row_norms(rows: Sequence[Tensor]) -> Tensor:
     """(layers, units) norms of rows (units, size), one such tensor per layer."""
     units, size = rows[0].shape
-    parts = max(1, min(size // (4 * _BLOCK), 4 * _multiprocessors(rows[0].device) // (units * len(rows))))
+    wanted = min(size // (4 * _BLOCK), 4 * _multiprocessors(rows[0].device) // (units * len(rows)))
+    parts = max(1, wanted, size >> 22)  # of so few squares that adding them up loses less than a few 10⁻⁶
     found = torch.empty(len(rows), units, parts, device=rows[0].device)
     with _table(rows, aligned=False) as table:
         _triton().squared_rows[(parts, units, len(rows))](
@@ -205,16 +206,17 @@ def _pairs(positions: int) -> int:
     return blocks * (blocks + 1) // 2
 
 
-def _bounded(found: Tensor, *widths: int) -> Tensor:
-    """Norms from sums of Gram products, each of which may be off by so many roundings of |g_t||g_s||a_t||a_s|."""
+def _bounded(found: Tensor, summing: int, *widths: int) -> Tensor:
+    """Norms from sums of Gram products, each of which may be off by so many roundings of |g_t||g_s||a_t||a_s|.
+
+    `summing` is how many roundings in a row the clipped sum makes over the positions of a unit.
+    """
     # 16 products enter a sum at once, with two roundings at most, in chunks that are added up; then come the pairs.
     roundings = sum(min(width, _CHUNK) // 8 + -(-width // _CHUNK) + 1 for width in widths) + 32
     layers, _, units, pairs = found.shape
     norms = torch.empty(layers, units, device=found.device)
-    block = max(2, _power_of_two(pairs))
-    _triton().bounded[(units, layers)](
-        found, norms, units, pairs, roundings * _ROUNDING, UNDERFLOW * sum(widths), BLOCK=block
-    )
+    off = roundings * _ROUNDING, (summing + 2) * _ROUNDING, UNDERFLOW * sum(widths)
+    _triton().bounded[(units, layers)](found, norms, units, pairs, *off, BLOCK=max(2, _power_of_two(pairs)))
     return norms
 
 

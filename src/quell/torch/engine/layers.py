@@ -32,11 +32,12 @@ from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap
-from quell.torch.engine.pieces import Names, Piece, Rows, gathered, merged, sums_of, whole_norms
+from quell.torch.engine.pieces import Piece, Rows
 from quell.torch.engine.rules import Rule
 from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
+from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
 from quell.torch.sharding import copies, is_sharded, own_share
 from quell.torch.transfer import Awaited
 
@@ -301,7 +302,7 @@ class LayerEngine(Engine):
             own = {names: parts for names, parts in pieces.items() if names[0] in bound.names}
             if not own:  # in a pass that did not use these parameters
                 continue
-            norms = whole_norms(own.values()) * scale
+            norms = whole_norms(own.values(), scale)
             self.measured.append((norms, bound))
             factors = clip_factors(norms, bound) * scale
             if isinstance(present, Tensor) or present < units:

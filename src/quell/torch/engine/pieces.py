@@ -9,10 +9,9 @@ What privacy rests on is that the first bounds what the second adds (docs/pytorc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +30,6 @@ _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gra
 
 
 _FAR = 1e18
-_SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
-
-Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
 
 
 class Piece(Protocol):
@@ -124,15 +120,24 @@ class Tokens:
         return int(self.g.shape[0])
 
     def norms(self) -> Tensor:
-        g = self._padded()
+        g = self.padded
         return kernels.token_norms(g, self.tokens) if kernels.take(g) else token_norms(g, self.tokens)
 
     def sum(self, weights: Tensor) -> Tensor:
-        scaled = wide(_weighty(self._padded(), weights)) * weights.unsqueeze(-1).unsqueeze(-1)
+        scaled = wide(_weighty(self.padded, weights)) * weights.unsqueeze(-1).unsqueeze(-1)
         # Sorted by token inside, so that the same sum comes out every time; index_add_ on a GPU adds in any order.
         return torch.ops.aten.embedding_dense_backward(scaled, self.tokens, self.vocabulary, -1, False)
 
-    def _padded(self) -> Tensor:
+    @property
+    def flat(self) -> Tensor:
+        """(units, elements of the weight) the per-unit gradients."""
+        apart = self.tokens + self.vocabulary * torch.arange(self.units, device=self.g.device).unsqueeze(1)
+        count = self.vocabulary * self.units
+        found = torch.ops.aten.embedding_dense_backward(wide(self.padded), apart, count, -1, False)
+        return found.view(self.units, -1)
+
+    @property
+    def padded(self) -> Tensor:
         if self.padding < 0:
             return self.g
         return self.g.masked_fill((self.tokens == self.padding).unsqueeze(-1), 0.0)
@@ -167,8 +172,14 @@ class Patches:
 
     def rows(self, shape: torch.Size) -> Rows:
         """The per-unit gradients, to be kept instead of this piece."""
-        made = [self._whole(part).view(-1, *shape) for part in self._outer()]
-        return Rows(torch.cat(made) if made else self.g.new_zeros(0, *shape))
+        if self.through is not None:
+            return Rows(torch.cat([self._whole(part).view(-1, *shape) for part in self._outer()]))
+        made = self.g.new_empty(self.units * self.groups, self.g.shape[2] // self.groups, self.width // self.groups)
+        first = 0
+        for part in self._outer():
+            whole(part, made[first : first + part.units])
+            first += part.units
+        return Rows(made.view(self.units, *shape))
 
     def _whole(self, part: Outer) -> Tensor:
         """(units, elements of the weight) gradients, the same bits for norms and sums: nothing is to be allowed for."""
@@ -179,10 +190,7 @@ class Patches:
         """A few units at a time, each group of channels as a unit of its own."""
         unfolded = self.g[:1, :, 0].numel() * self.width
         weight = self.g.shape[2] * self.width // self.groups
-        most = _IN_CACHE
-        if self.g.is_cuda:
-            most = min(_MOST_NUMBERS, max(_FEW_NUMBERS, self.g.numel() + self.x.numel()))
-        count = max(1, most // max(unfolded, weight))
+        count = chunk_of(self.g, max(unfolded, weight), self.g.numel() + self.x.numel())
         for g, x in zip(self.g.split(count), self.x.split(count), strict=True):
             yield _as_outer(g, self.unfold(x.flatten(0, 1)), self.groups)
 
@@ -215,86 +223,9 @@ def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
     return Outer(by_group(g), by_group(a.unflatten(0, g.shape[:2])))
 
 
-def whole(part: Outer) -> Tensor:
+def whole(part: Outer, out: Tensor | None = None) -> Tensor:
     """(units, outputs, inputs) the per-unit gradients, made by one batched product: the same bits every time."""
-    return torch.bmm(part.g.transpose(1, 2), part.a)
-
-
-def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
-    """The norms of many pieces, those of one shape by one launch, because every launch costs the host time."""
-    found: dict[int, Tensor] = {}
-    for group in _groups(pieces):
-        first = pieces[group[0]]
-        if isinstance(first, Outer):
-            norms = kernels.gram_norms([(pieces[i].g, pieces[i].a) for i in group])  # type: ignore[attr-defined]
-        else:
-            norms = kernels.row_norms([pieces[i].flat for i in group])  # type: ignore[attr-defined]
-        found.update(zip(group, norms, strict=True))
-    return [found[i] if i in found else piece.norms() for i, piece in enumerate(pieces)]
-
-
-def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
-    """The weighted sums of many pieces, likewise."""
-    found: dict[int, Tensor] = {}
-    for group in _groups(pieces):
-        first = pieces[group[0]]
-        if isinstance(first, Outer):
-            sums = kernels.weighted_sums([(pieces[i].g, pieces[i].a) for i in group], weights)  # type: ignore[attr-defined]
-        else:
-            sums = kernels.sums_of_rows([pieces[i].flat for i in group], weights)  # type: ignore[attr-defined]
-        found.update(zip(group, sums, strict=True))
-    return [found[i] if i in found else piece.sum(weights) for i, piece in enumerate(pieces)]
-
-
-def _groups(pieces: Sequence[Piece]) -> Iterable[list[int]]:
-    """Places of pieces that one kernel can serve together: of one kind and one shape."""
-    found: dict[Any, list[int]] = {}
-    for place, piece in enumerate(pieces):
-        if isinstance(piece, Outer) and piece.positions > 1 and kernels.take(piece.g, piece.a):
-            found.setdefault((piece.g.shape, piece.a.shape, piece.g.dtype), []).append(place)
-        elif isinstance(piece, Rows) and kernels.take_rows(piece.values):
-            found.setdefault((piece.units, piece.values.numel(), piece.values.dtype), []).append(place)
-    return found.values()
-
-
-def merged(pieces: list[Piece]) -> list[Piece]:
-    """The pieces of one parameter as one piece where that makes the norm exact.
-
-    Otherwise the norms of several pieces are added, which the triangle inequality allows.
-    """
-    if len({piece.units for piece in pieces}) > 1:
-        return pieces
-    if len(pieces) > 1 and all(isinstance(piece, Rows) for piece in pieces):
-        return [Rows(torch.stack([piece.values.float() for piece in pieces]).sum(0))]  # type: ignore[attr-defined]
-    if len(pieces) > 1 and all(isinstance(piece, Outer) for piece in pieces):
-        gs, as_ = zip(*((piece.g, piece.a) for piece in pieces), strict=True)  # type: ignore[attr-defined]
-        return [Outer(torch.cat(gs, dim=1), torch.cat(as_, dim=1))]
-    return pieces
-
-
-def gathered(found: Mapping[str, list[Piece]]) -> dict[Names, list[Piece]]:
-    """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
-    pieces: dict[Names, list[Piece]] = {}
-    small: dict[str, Tensor] = {}
-    for name, parts in found.items():
-        one = merged(parts)
-        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values.numel() <= _SMALL * one[0].units:
-            small[name] = one[0].flat
-        else:
-            pieces[name,] = one
-    if len({rows.shape[0] for rows in small.values()}) > 1:
-        return {**pieces, **{(name,): [Rows(rows)] for name, rows in small.items()}}
-    if small:
-        pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
-    return pieces
-
-
-def whole_norms(pieces: Iterable[list[Piece]]) -> Tensor:
-    """(units,) a bound of every unit's norm over all parameters; several pieces of one parameter add theirs."""
-    groups = list(pieces)
-    made = iter(norms_of([piece for parts in groups for piece in parts]))
-    norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return torch.bmm(part.g.transpose(1, 2), part.a, out=out)
 
 
 def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
@@ -308,6 +239,12 @@ def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
     if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
         return Rows(whole(piece).view(-1, *shape))
     return piece
+
+
+def chunk_of(values: Tensor, numbers: int, held: int = 0) -> int:
+    """How many units to work on at a time that need so many numbers each, in a layer that holds `held` of them."""
+    most = min(_MOST_NUMBERS, max(_FEW_NUMBERS, held)) if values.is_cuda else _IN_CACHE
+    return max(1, most // numbers)
 
 
 def _weighty(values: Tensor, weights: Tensor) -> Tensor:

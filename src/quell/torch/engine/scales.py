@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Stacked, Tokens, wide
+from quell.torch.engine.together import Tied
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,23 +55,23 @@ def scaled(piece: Piece, scale: Scale) -> Piece:
     r, c = scale.rows, scale.columns
     if isinstance(piece, Rows):
         return Rows(wide(piece.flat) * scale.entries)
-    if isinstance(piece, Outer):
-        outer = piece
-        return Scaled(outer.units, lambda: Outer(_times(outer.g, r), _times(outer.a, c)))
-    if isinstance(piece, Tokens):
-        tokens = piece
-        return Scaled(
-            tokens.units,
-            lambda: Tokens(
-                _times(tokens.g, r[tokens.tokens].unsqueeze(-1) * c), tokens.tokens, tokens.vocabulary, tokens.padding
-            ),
-        )
+    if isinstance(piece, (Outer, Tokens, Tied)):
+        return Scaled(piece.units, partial(_by_factors, piece, scale))
     if isinstance(piece, Patches):  # makes its gradients a few units at a time
         before = piece.through
         return replace(piece, through=lambda made: (made if before is None else before(made)) * r[:, None] * c)
     assert isinstance(piece, Stacked)
     blocks = r.chunk(len(piece.parts))
     return Stacked([scaled(part, Scale(block, c)) for part, block in zip(piece.parts, blocks, strict=True)])
+
+
+def _by_factors(piece: Any, scale: Scale) -> Any:
+    r, c = scale.rows, scale.columns
+    if isinstance(piece, Tied):
+        return Tied(_by_factors(piece.tokens, scale), _by_factors(piece.outer, scale))
+    if isinstance(piece, Outer):
+        return Outer(_times(piece.g, r), _times(piece.a, c))
+    return replace(piece, g=_times(piece.g, r[piece.tokens].unsqueeze(-1) * c))
 
 
 def _times(values: Tensor, by: Tensor) -> Tensor:

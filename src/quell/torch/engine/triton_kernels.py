@@ -91,15 +91,15 @@ def token_gram(table, tokens, found, units, T, OUT, pairs, TYPE: tl.constexpr, T
 
 
 @triton.jit
-def bounded(found, norms, units, pairs, rounding, underflow, BLOCK: tl.constexpr):
-    """From each unit's sums over pairs to √(square + rounding·S²)."""
+def bounded(found, norms, units, pairs, rounding, summing, underflow, BLOCK: tl.constexpr):
+    """From each unit's sums over pairs to √(square + rounding·S²) + summing·S."""
     unit, layer, k = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     found += layer * 2 * units * pairs
     square = tl.load(found + unit * pairs + k, mask=k < pairs, other=0.0).to(tl.float64)
     size = tl.load(found + (units + unit) * pairs + k, mask=k < pairs, other=0.0).to(tl.float64)
     whole = tl.sum(size) * 1.001 + underflow
     bound = tl.maximum(tl.sum(square), 0.0) + rounding * whole * whole
-    tl.store(norms + layer * units + unit, tl.sqrt(bound).to(tl.float32))
+    tl.store(norms + layer * units + unit, (tl.sqrt(bound) + summing * whole).to(tl.float32))
 
 
 @triton.jit

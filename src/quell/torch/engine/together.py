@@ -1,0 +1,154 @@
+"""Many pieces at once: those of one parameter as one, those of one shape by one launch, and the norms over all.
+
+Where an embedding is the output layer too, its gradient is that of the tokens and that of the outputs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quell.torch.engine import kernels
+from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, wide
+
+_SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
+
+Names = tuple[str, ...]  # of the parameters whose gradients are one piece, in its order
+
+
+@dataclass(eq=False)
+class Tied:
+    """An embedding that is the output layer too. Its gradient is E + O, where E is that of the tokens.
+
+    |E + O|² = |E|² + |O|² + 2⟨E, O⟩, and ⟨E, O⟩ = Σ_tp (output gradient of position p at token t)·(a_p·g_t).
+    """
+
+    tokens: Tokens
+    outer: Outer
+
+    @property
+    def units(self) -> int:
+        return self.outer.units
+
+    def norms(self) -> Tensor:
+        own, other = self.tokens.norms().double(), self.outer.norms().double()
+        square = own.square() + other.square() + 2 * self._inner()
+        return torch.minimum(square.clamp_(min=0.0).sqrt(), own + other).float()
+
+    def sum(self, weights: Tensor) -> Tensor:
+        return self.tokens.sum(weights).view(-1) + self.outer.sum(weights).view(-1)
+
+    def _inner(self) -> Tensor:
+        """(units,) float64, a bound of ⟨E, O⟩ from above, for E and O as the sum makes them; infinite if unknown.
+
+        Products of a and g are off by width·u·|a_p||g_t|. E and O are off by u·|g_t| and u·|output gradient||a_p| for
+        each of their positions, which are added up in any order.
+        """
+        g, a, made, numbers = wide(self.tokens.padded), wide(self.outer.a), self.outer.g, self.tokens.tokens
+        (units, places, width), positions = g.shape, self.outer.positions
+        found, count = [], chunk_of(g, places * positions)
+        for first in range(0, units, count):
+            here = slice(first, first + count)
+            picked = made[here].gather(2, numbers[here].unsqueeze(1).expand(-1, positions, -1))
+            products = torch.bmm(a[here], g[here].transpose(1, 2)).mul_(wide(picked))
+            found.append(products.flatten(1).sum(1, dtype=torch.float64))
+        sizes = [torch.linalg.vector_norm(values, dim=2, dtype=g.dtype) + 1e-16 * width**0.5 for values in (g, made, a)]
+        size = sizes[0].double().sum(1) * (sizes[1].double() * sizes[2].double()).sum(1)
+        off = (width + places + positions + 8) * torch.finfo(g.dtype).eps / 2
+        if positions == 1:  # where weights are applied in the precision of the output's gradient
+            off += torch.finfo(made.dtype).eps / 2
+        return torch.cat(found).nan_to_num(torch.inf, torch.inf, torch.inf) + 1.001 * off * size
+
+
+def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
+    """The norms of many pieces, those of one shape by one launch, because every launch costs the host time."""
+    found: dict[int, Tensor] = {}
+    for group in _groups(pieces):
+        first = pieces[group[0]]
+        if isinstance(first, Outer):
+            norms = kernels.gram_norms([(pieces[i].g, pieces[i].a) for i in group])  # type: ignore[attr-defined]
+        else:
+            norms = kernels.row_norms([pieces[i].flat for i in group])  # type: ignore[attr-defined]
+        found.update(zip(group, norms, strict=True))
+    return [found[i] if i in found else piece.norms() for i, piece in enumerate(pieces)]
+
+
+def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
+    """The weighted sums of many pieces, likewise."""
+    found: dict[int, Tensor] = {}
+    for group in _groups(pieces):
+        first = pieces[group[0]]
+        if isinstance(first, Outer):
+            sums = kernels.weighted_sums([(pieces[i].g, pieces[i].a) for i in group], weights)  # type: ignore[attr-defined]
+        else:
+            sums = kernels.sums_of_rows([pieces[i].flat for i in group], weights)  # type: ignore[attr-defined]
+        found.update(zip(group, sums, strict=True))
+    return [found[i] if i in found else piece.sum(weights) for i, piece in enumerate(pieces)]
+
+
+def _groups(pieces: Sequence[Piece]) -> Iterable[list[int]]:
+    """Places of pieces that one kernel can serve together: of one kind and one shape."""
+    found: dict[Any, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        if isinstance(piece, Outer) and piece.positions > 1 and kernels.take(piece.g, piece.a):
+            found.setdefault((piece.g.shape, piece.a.shape, piece.g.dtype), []).append(place)
+        elif isinstance(piece, Rows) and kernels.take_rows(piece.values):
+            found.setdefault((piece.units, piece.values.numel(), piece.values.dtype), []).append(place)
+    return found.values()
+
+
+def merged(pieces: list[Piece]) -> list[Piece]:
+    """The pieces of one parameter as one piece where that makes the norm exact.
+
+    Otherwise the norms of several pieces are added, which the triangle inequality allows.
+    """
+    if len(pieces) == 1 or len({piece.units for piece in pieces}) > 1:
+        return pieces
+    tokens = [piece for piece in pieces if isinstance(piece, Tokens)]
+    rows = [piece for piece in pieces if isinstance(piece, Rows)]
+    outer = [piece for piece in pieces if isinstance(piece, Outer)]
+    if rows and len(rows) + len(tokens) == len(pieces):
+        small: list[Rows | Tokens] = [*rows, *tokens]
+        return [Rows(torch.stack([piece.flat.float() for piece in small]).sum(0))]
+    if len(tokens) + len(outer) < len(pieces) or len({piece.padding for piece in tokens}) > 1:
+        return pieces
+    if len(tokens) > 1:
+        g, numbers = (torch.cat(parts, dim=1) for parts in zip(*((t.g, t.tokens) for t in tokens), strict=True))
+        tokens = [replace(tokens[0], g=g, tokens=numbers)]
+    if len(outer) > 1:
+        g, a = (torch.cat(parts, dim=1) for parts in zip(*((o.g, o.a) for o in outer), strict=True))
+        outer = [Outer(g, a)]
+    return [Tied(tokens[0], outer[0])] if tokens and outer else [*tokens, *outer]
+
+
+def gathered(found: Mapping[str, list[Piece]]) -> dict[Names, list[Piece]]:
+    """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
+    pieces: dict[Names, list[Piece]] = {}
+    small: dict[str, Tensor] = {}
+    for name, parts in found.items():
+        one = merged(parts)
+        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values.numel() <= _SMALL * one[0].units:
+            small[name] = one[0].flat
+        else:
+            pieces[name,] = one
+    if len({rows.shape[0] for rows in small.values()}) > 1:
+        return {**pieces, **{(name,): [Rows(rows)] for name, rows in small.items()}}
+    if small:
+        pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
+    return pieces
+
+
+def whole_norms(pieces: Iterable[list[Piece]], scale: float = 1.0) -> Tensor:
+    """(units,) a bound of every unit's norm over all parameters, times `scale`.
+
+    Several pieces of one parameter add theirs. Each addition of a square may lose 2⁻²⁴ of the sum.
+    """
+    groups = list(pieces)
+    made = iter(norms_of([piece for parts in groups for piece in parts]))
+    norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0) * (scale * (1 + 2.0**-24 * len(norms)))
