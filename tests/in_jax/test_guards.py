@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from quell import QuellError
-from quell.jax import NoiseState, batches, check, privatize
+from quell.jax import NoiseState, batches, check, clipped_grad, privatize
 from quell.jax.batches import PaddedBatches, _roomy
 from quell.jax.devices import refuse_devices
 from quell.jax.host import _mixed
@@ -117,9 +117,10 @@ def test_accumulated_gradients_get_no_noise_twice() -> None:
     """MultiSteps calls update for every batch, and returns to the older state for all but the last."""
     private = privatize(cases.spec("independent"), PARAMS, key=Key.generate(), **FAST)
     optimizer = optax.MultiSteps(private, 2)
-    found, state = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+    update = jax.jit(optimizer.update)
+    found, state = update(PARAMS, optimizer.init(PARAMS), PARAMS)
     assert not found["w"].any()
-    found, state = optimizer.update(PARAMS, state, PARAMS)
+    found, state = update(PARAMS, state, PARAMS)
     assert np.isnan(found["w"]).all()
     with pytest.raises(QuellError, match=r"return to an older state, such as MultiSteps, cannot be used"):
         check(state)
@@ -194,6 +195,8 @@ def test_other_trees_shapes_and_dtypes_are_refused() -> None:
         privatize(cases.spec("independent"), {**PARAMS, "b": optax.MaskedNode()}, key=seeded(1), **FAST)
     with pytest.raises(QuellError, match="no arrays"):
         privatize(cases.spec("independent"), {}, key=seeded(1), **FAST)
+    with pytest.raises(QuellError, match=r"load a file with quell\.Plan\.load"):
+        privatize("plan.json", PARAMS, 1.0)  # type: ignore[arg-type]
     huge = jax.ShapeDtypeStruct((2**17, 2**16), jnp.float32)
     with pytest.raises(QuellError, match="split it into several"):
         privatize(cases.spec("independent"), huge, key=seeded(1), **FAST)
@@ -224,6 +227,12 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
         np.testing.assert_array_equal(drawn[step][0], indices)
     with pytest.raises(QuellError, match="called for 60"):
         batches(private, 61)
+    with pytest.raises(QuellError, match="what privatize returned, not a Plan"):
+        batches(plan, 60)  # type: ignore[arg-type]
+    with pytest.raises(QuellError, match="what privatize returned, or a norm, not a Plan"):
+        clipped_grad(lambda w, x: w @ x, plan)  # type: ignore[arg-type]
+    one = clipped_grad(lambda w, x: jnp.sum(w["w"] * x), private)(PARAMS, (np.full((1, 7, 30), 1e3),), None)
+    assert np.linalg.norm(one["w"]) == pytest.approx(1.0, rel=1e-3)  # the clip norm of the run
 
 
 def test_batches_of_random_size_are_padded() -> None:

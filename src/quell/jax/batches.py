@@ -81,6 +81,8 @@ def batches(private: Private, examples: int, *, size: int | None = None, devices
     >>> [(indices.shape, int(mask.sum())) for indices, mask in batches(private, 100)][0]
     ((10,), 10)
     """
+    if not isinstance(private, Private):
+        raise QuellError(f"batches takes what privatize returned, not a {type(private).__name__}")
     drawn, users = private.drawn, private.users
     if drawn is None:
         raise QuellError("there is no plan to draw batches of: call privatize with a Plan, not with a mechanism")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import jax
@@ -64,6 +65,8 @@ def clipped_grad(
     >>> [round(float(value), 3) for value in sums(jnp.zeros(2), (x, y), None)]
     [-0.1, -1.0]
     """
+    if not isinstance(max_grad_norm, Private | Real):
+        raise QuellError(f"clipped_grad takes what privatize returned, or a norm, not a {type(max_grad_norm).__name__}")
     if isinstance(max_grad_norm, Private):
         max_grad_norm, rows_per_unit = _of_run(max_grad_norm, rows_per_unit)
     bound, size = require_clip_norm(max_grad_norm), require_count("micro_batch", micro_batch)

@@ -179,7 +179,10 @@ class Host:
             if tuple(leaf.shape) != tuple(shape):
                 raise QuellError(f"a leaf has shape {tuple(leaf.shape)}, where privatize was given {tuple(shape)}")
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise QuellError(f"a leaf has dtype {leaf.dtype}: noise is added to floating-point sums")
+                raise QuellError(
+                    f"a leaf has dtype {leaf.dtype}, and noise is added to floating-point numbers: pass the trained "
+                    "parameters only, and let the loss close over the others"
+                )
         return leaves
 
     def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:

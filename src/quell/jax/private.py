@@ -123,6 +123,8 @@ def privatize(
     def looked_at() -> tuple[Any, Any, Any, Any]:
         """Refusals first: nothing is made of the key before them."""
         require_generator(generator)
+        if isinstance(plan, (str, Path)):
+            raise QuellError(f"plan is a {type(plan).__name__}: load a file with quell.Plan.load(path)")
         if (planned is None) == (expected_batch_size is None):
             raise QuellError("expected_batch_size is the plan's own: give it if, and only if, you pass no plan")
         if planned is None and (users is not None or rows_per_user != 1):
