@@ -65,7 +65,7 @@ def trained_in_jax(job: Any, line: Any, pixels: Any, micro_batch: int, most: int
     optimizer = optax.chain(
         private, optax.trace(momentum), optax.add_decayed_weights((1 - decay) / rate), optax.scale(-rate)
     )
-    sums = quell.jax.clipped_grad(loss_of(graph), job.clip, micro_batch=micro_batch)
+    sums = quell.jax.clipped_grad(loss_of(graph), private, micro_batch=micro_batch)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def one(params: Any, state: Any, images: Array, labels: Array, indices: Array, mask: Array) -> Any:
@@ -78,7 +78,7 @@ def trained_in_jax(job: Any, line: Any, pixels: Any, micro_batch: int, most: int
         return jnp.sum(jnp.argmax(nnx.merge(graph, params)(scaled(images)), axis=1) == labels)
 
     state = optimizer.init(params)
-    for indices, mask in islice(quell.jax.batches(plan, len(labels), private.key), most):
+    for indices, mask in islice(quell.jax.batches(private, len(labels)), most):
         params, state = one(params, state, images, labels, indices, mask)
     quell.jax.check(state)
     private.close()

@@ -275,7 +275,7 @@ def step(report: Report, batch_size: int, rounds: int, micro_batches: list[int],
     for micro in micro_batches:
         own = quell.jax.privatize(spec, params, expected_batch_size=batch_size, key=Key.generate())
         sums = quell.jax.clipped_grad(loss, CLIP, micro_batch=micro)
-        clipped = partial(lambda sums, params, x, y: sums(params, (x, y)), sums)
+        clipped = partial(lambda sums, params, x, y: sums(params, (x, y), None), sums)
         contenders[f"quell.jax, micro-batch {micro}"] = updating(
             clipped, optax.chain(own, optax.sgd(0.1)), params, x, y
         )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import jax
 import numpy as np
@@ -73,7 +70,7 @@ def main(number: int, port: str, folder: Path) -> None:
     own = Key.from_seed(9 + number)  # process 0's counts
     private = privatize(plan, params, CLIP, key=own, generator="philox")
     optimizer = optax.chain(private, optax.scale(-1.0))
-    clipped = clipped_grad(loss, CLIP, micro_batch=3)
+    clipped = clipped_grad(loss, private, micro_batch=3)
     everyone = ("x", "y")
     shared = jax.shard_map(
         lambda params, batch, mask: lax.psum(clipped(params, batch, mask), everyone),
@@ -91,7 +88,7 @@ def main(number: int, port: str, folder: Path) -> None:
     gathered = jax.jit(lambda *trees: trees, out_shardings=NamedSharding(mesh, P()))
     x, y = data()
     state, rows = optimizer.init(params), []
-    drawn = batches(plan, EXAMPLES, private.key, devices=4)
+    drawn = batches(private, EXAMPLES, devices=4)
     for indices, mask in drawn:
         parts = [spread(each, P(everyone)) for each in (x[indices], y[indices], mask)]
         sums, updates, state = step(params, state, (parts[0], parts[1]), parts[2])

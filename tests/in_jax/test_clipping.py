@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quell import QuellError
-from quell.jax import clipped_grad, clipping
+from quell.jax import check, clipped_grad, clipping, privatize
+from tests.noise import cases
+
+from .trees import seeded
 
 RANDOM = np.random.default_rng(3)
 X, Y = RANDOM.standard_normal((11, 5)).astype(np.float32), RANDOM.standard_normal(11).astype(np.float32)
@@ -45,7 +49,7 @@ def close(found: Any, expected: Any, **tolerance: float) -> None:
 @pytest.mark.parametrize("micro_batch", [1, 4, 11, 64])
 def test_sums_equal_a_loop(micro_batch: int) -> None:
     sums = jax.jit(clipped_grad(loss, 0.7, micro_batch=micro_batch))
-    close(sums(PARAMS, (X, Y)), by_hand(X, Y, 0.7))
+    close(sums(PARAMS, (X, Y), None), by_hand(X, Y, 0.7))
 
 
 def test_masked_and_broken_rows_count_for_nothing() -> None:
@@ -53,7 +57,7 @@ def test_masked_and_broken_rows_count_for_nothing() -> None:
     x, y = X.copy(), Y.copy()
     x[2], y[5], y[7] = np.nan, np.inf, 1e30  # the last has a norm that float32 does not hold
     broken = np.isin(np.arange(11), (2, 5, 7))
-    close(sums(PARAMS, (x, y)), by_hand(X[~broken], Y[~broken], 0.7))
+    close(sums(PARAMS, (x, y), None), by_hand(X[~broken], Y[~broken], 0.7))
     mask = np.arange(11) % 2 == 0
     close(sums(PARAMS, (np.where(mask[:, None], X, np.nan), Y), mask), by_hand(X[mask], Y[mask], 0.7))
     none = sums(PARAMS, (X, Y), np.zeros(11, bool))
@@ -64,7 +68,7 @@ def test_no_example_moves_the_sum_by_more_than_the_bound() -> None:
     for bound in (1e-30, 1e-3, 1e20):
         sums = jax.jit(clipped_grad(lambda w, x: w @ x, bound, micro_batch=1))
         for size in (1.0, 1e-6, 1e6):
-            one = np.asarray(sums(jnp.zeros(50), (size * bound * np.ones((1, 50), np.float32),)), np.float64)
+            one = np.asarray(sums(jnp.zeros(50), (size * bound * np.ones((1, 50), np.float32),), None), np.float64)
             assert np.linalg.norm(one) <= bound * (1 + 1e-7)
             if size == 1e6:
                 assert np.linalg.norm(one) > bound * 0.999
@@ -90,7 +94,7 @@ def test_bfloat16_models_and_flax() -> None:
     def own(params: Any, x: Any, y: Any) -> Any:
         return (nnx.merge(graph, params)(x)[0].astype(jnp.float32) - y) ** 2
 
-    found = jax.jit(clipped_grad(own, 0.1, micro_batch=4))(params, (X, Y))
+    found = jax.jit(clipped_grad(own, 0.1, micro_batch=4))(params, (X, Y), None)
     leaves = jax.tree_util.tree_leaves(found)
     assert [leaf.dtype for leaf in leaves] == [jnp.float32] * 2
     kernel, bias = (np.asarray(params[name][...], np.float64) for name in ("kernel", "bias"))
@@ -123,33 +127,77 @@ def test_random_keys_are_part_of_a_batch_that_is_cut() -> None:
 
     keys = jax.random.split(jax.random.key(1), 11)
     shifted = np.asarray(Y + jax.vmap(jax.random.normal)(keys))
-    close(jax.jit(clipped_grad(noisy, 0.7, micro_batch=4))(PARAMS, (X, Y, keys)), by_hand(X, shifted, 0.7))
+    close(jax.jit(clipped_grad(noisy, 0.7, micro_batch=4))(PARAMS, (X, Y, keys), None), by_hand(X, shifted, 0.7))
 
 
 def test_a_loss_that_needs_other_devices_is_refused() -> None:
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    for coupled in (
-        lambda w, x: jax.lax.psum(w @ x, "d"),
-        lambda w, x: jax.jit(lambda w: jax.lax.all_gather(w, "d").sum(axis=0) @ x)(w),
+    both = jax.make_mesh((2, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def inside(w: Any, x: Any) -> Any:
+        inner = jax.shard_map(
+            lambda w: jax.lax.psum(w @ w, "d"), axis_names={"m"}, in_specs=P(), out_specs=P(), check_vma=False
+        )
+        return inner(w) * x.sum()
+
+    for over, coupled in (
+        (mesh, lambda w, x: jax.lax.psum(w @ x, "d")),
+        (mesh, lambda w, x: jax.jit(lambda w: jax.lax.all_gather(w, "d").sum(axis=0) @ x)(w)),
+        (both, inside),
     ):
         sums = clipped_grad(coupled, 1.0)
-        wrong = jax.shard_map(lambda x, s=sums: s(jnp.ones(5), (x,)), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+        wrong = jax.shard_map(
+            lambda x, s=sums: s(jnp.ones(5), (x,), None),
+            mesh=over,
+            axis_names={"d"},
+            in_specs=P("d"),
+            out_specs=P("d"),
+            check_vma=over is mesh,
+        )
         with pytest.raises(QuellError, match="computed with those of other devices"):
-            jax.eval_shape(wrong, X[:4])
+            jax.eval_shape(jax.jit(wrong), X[:4])
+    axis = object()
+    sums = clipped_grad(lambda w, x: jax.lax.psum(w @ x, axis), 1.0)
+    with pytest.raises(QuellError, match="computed with those of other devices"):
+        jax.vmap(lambda x: sums(jnp.ones(5), (x,), None), axis_name=axis)(X[:4, None])
+
+
+@pytest.mark.parametrize("spec", [P(), pytest.param(P(None, "d"), marks=pytest.mark.slow)])
+def test_meshes_with_explicit_axes(spec: Any) -> None:
+    """Which `jax.make_mesh` makes by default: batches, parameters and noise on them."""
+    mesh = jax.make_mesh((2,), ("d",))
+    assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    shardings = {"w": NamedSharding(mesh, spec), "v": NamedSharding(mesh, P())}
+    params = jax.device_put(PARAMS, shardings)
+    batch = jax.device_put((X[:8], Y[:8]), NamedSharding(mesh, P("d")))
+    private = privatize(
+        cases.spec("independent", 1e-6), params, expected_batch_size=1.0, key=seeded(1), generator="philox"
+    )
+    sums = clipped_grad(loss, 0.7, micro_batch=3)
+
+    @jax.jit
+    def step(state: Any, mask: Any) -> Any:
+        return private.update(sums(params, batch, mask), state)
+
+    mask = np.arange(8) != 5
+    found, state = step(private.init(params), mask)
+    check(state)
+    close(found, by_hand(X[:8][mask], Y[:8][mask], 0.7))
+    assert found["w"].sharding.is_equivalent_to(shardings["w"], 2)
 
 
 def test_a_bound_that_is_not_kept_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clipping, "_sum_of_squares", lambda rows: (rows * rows).sum(axis=1) / 2)
     with pytest.raises(AssertionError):
-        close(jax.jit(clipped_grad(loss, 0.7))(PARAMS, (X, Y)), by_hand(X, Y, 0.7))
+        close(jax.jit(clipped_grad(loss, 0.7))(PARAMS, (X, Y), None), by_hand(X, Y, 0.7))
 
 
 def test_refusals() -> None:
     with pytest.raises(QuellError, match="must be positive"):
         clipped_grad(loss, 0.0)
     sums = clipped_grad(loss, 1.0)
-    for batch in ((X, Y[:3]), [X, Y], ()):
+    for batch in ((X, Y[:3]), [X, Y], (), (X, [1.0, 2.0])):
         with pytest.raises(QuellError, match="one row per unit"):
-            sums(PARAMS, batch)
+            sums(PARAMS, batch, None)
     with pytest.raises(QuellError, match="mask has shape"):
         sums(PARAMS, (X, Y), np.ones(3, bool))

@@ -15,9 +15,10 @@ import optax
 import pytest
 
 from quell import QuellError
-from quell.jax import NoiseState, batches, check, privatize
+from quell.jax import NoiseState, batches, check, clipped_grad, privatize
 from quell.jax.batches import PaddedBatches, _roomy
 from quell.jax.devices import refuse_devices
+from quell.jax.host import _mixed
 from quell.noise import Key
 from quell.planning import Plan
 from quell.schemes import Batches, Poisson
@@ -93,8 +94,11 @@ def test_a_step_comes_once_without_a_ledger() -> None:
     check(after)
     noisy, twice = steps(private, first, 0, 1)
     assert np.isnan(noisy[0]).all()
-    with pytest.raises(QuellError, match="step 0 would come again"):
+    with pytest.raises(QuellError, match="step 0 was released before, and each step's noise is used once"):
         check(twice)
+    private.close()
+    with pytest.raises(QuellError, match="no more steps are released"):
+        check(steps(private, after, 1, 2)[1])
     other = privatize(cases.spec("independent"), PARAMS, key=private.key, **FAST)
     with pytest.raises(QuellError, match="step 0 counts as released"):
         check(steps(other, other.init(PARAMS), 0, 1)[1])
@@ -107,6 +111,25 @@ def test_sums_that_are_mapped_over_get_no_noise_twice() -> None:
     noisy, state = jax.vmap(private.update, in_axes=(0, None))(sums, private.init(PARAMS))
     assert np.isnan(np.asarray(noisy["w"])).all(axis=(1, 2)).sum() == 1
     assert (np.asarray(state.refused) > 0).sum() == 1
+
+
+def test_accumulated_gradients_get_no_noise_twice() -> None:
+    """MultiSteps calls update for every batch, and returns to the older state for all but the last."""
+    private = privatize(cases.spec("independent"), PARAMS, key=Key.generate(), **FAST)
+    optimizer = optax.MultiSteps(private, 2)
+    update = jax.jit(optimizer.update)
+    found, state = update(PARAMS, optimizer.init(PARAMS), PARAMS)
+    assert not found["w"].any()
+    found, state = update(PARAMS, state, PARAMS)
+    assert np.isnan(found["w"]).all()
+    with pytest.raises(QuellError, match=r"return to an older state, such as MultiSteps, cannot be used"):
+        check(state)
+
+
+def test_digests_of_sums_know_places() -> None:
+    """Sums of bits alone are equal for (1, −1) and (−1, 1), as gradients of two classes are."""
+    pairs = ([1.0, -1.0], [-1.0, 1.0], [1.0, 1.0], [2.0, 0.5], [0.5, 2.0])
+    assert len({int(_mixed(jnp.array(pair))) for pair in pairs}) == len(pairs)
 
 
 def test_the_state_of_another_run_is_refused() -> None:
@@ -141,8 +164,6 @@ def test_a_plan_whose_noise_is_for_fewer_participations(plan: Plan) -> None:
     assert more.steps == plan.steps
     with pytest.raises(QuellError, match=r"is not certified to be \(8, 0.001\)-DP"):
         privatize(more, PARAMS, 1.0)
-    with pytest.raises(QuellError, match="is not certified"):
-        batches(more, 60, seeded(1))
 
 
 def test_devices_that_would_hang_or_count_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -167,8 +188,15 @@ def test_other_trees_shapes_and_dtypes_are_refused() -> None:
     ]:
         with pytest.raises(QuellError, match=message):
             private.update(wrong, state)
+    for rounded in (jnp.bfloat16, jnp.float16):
+        with pytest.raises(QuellError, match="can move them by more than the clip norm"):
+            private.update({"w": PARAMS["w"].astype(rounded)}, state)
+    with pytest.raises(QuellError, match="would pass without noise"):
+        privatize(cases.spec("independent"), {**PARAMS, "b": optax.MaskedNode()}, key=seeded(1), **FAST)
     with pytest.raises(QuellError, match="no arrays"):
         privatize(cases.spec("independent"), {}, key=seeded(1), **FAST)
+    with pytest.raises(QuellError, match=r"load a file with quell\.Plan\.load"):
+        privatize("plan.json", PARAMS, 1.0)  # type: ignore[arg-type]
     huge = jax.ShapeDtypeStruct((2**17, 2**16), jnp.float32)
     with pytest.raises(QuellError, match="split it into several"):
         privatize(cases.spec("independent"), huge, key=seeded(1), **FAST)
@@ -184,16 +212,27 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     assert (report.steps_done, report.steps, report.expected_batch_size) == (1, plan.steps, 12)
     assert 0 < report.epsilon_so_far <= plan.run.epsilon
     assert report.versions["jax"] == jax.__version__
-    drawn = batches(plan, 60, private.key)
-    assert private._of_plan is not None
-    own = private._of_plan[1]
+    drawn, own = batches(private, 60), private.drawn
+    assert own is not None
     assert len(drawn) == plan.steps
+    np.testing.assert_array_equal(next(drawn.starting(state))[0], drawn[1][0])
+    other = privatize(plan, PARAMS, 1.0)
+    with pytest.raises(QuellError, match="the state of another run"):
+        other.report(state)
+    both = (other.init(PARAMS), state)  # two runs in one optimizer
+    assert private.report(both).steps_done == 1
     for step, (indices, mask) in enumerate(drawn):
         assert indices.shape == mask.shape == (12,)
         np.testing.assert_array_equal(indices[mask], own.at(step))
         np.testing.assert_array_equal(drawn[step][0], indices)
-    with pytest.raises(QuellError, match="the plan is for 60"):
-        batches(plan, 61, private.key)
+    with pytest.raises(QuellError, match="called for 60"):
+        batches(private, 61)
+    with pytest.raises(QuellError, match="what privatize returned, not a Plan"):
+        batches(plan, 60)  # type: ignore[arg-type]
+    with pytest.raises(QuellError, match="what privatize returned, or a norm, not a Plan"):
+        clipped_grad(lambda w, x: w @ x, plan)  # type: ignore[arg-type]
+    one = clipped_grad(lambda w, x: jnp.sum(w["w"] * x), private)(PARAMS, (np.full((1, 7, 30), 1e3),), None)
+    assert np.linalg.norm(one["w"]) == pytest.approx(1.0, rel=1e-3)  # the clip norm of the run
 
 
 def test_batches_of_random_size_are_padded() -> None:
@@ -216,7 +255,7 @@ def test_a_loader_may_look_batches_up_in_any_order_and_process() -> None:
     """What grain asks of a random-access source: a length, items by number, and a copy for every worker."""
     plan = user_plan("b_min_sep")
     private = privatize(plan, PARAMS, 1.0, users=IDS, rows_per_user=2, key=seeded(3))
-    source = batches(plan, 40, private.key, users=private.users, devices=8)
+    source = batches(private, 40, devices=8)
     assert source.size % 8 == 0
     copy = pickle.loads(pickle.dumps(source))
     in_order = list(source)

@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quell import Log, QuellError
+from quell.adapters.scheme import batches_of, scheme_of
 from quell.adapters.so_far import expected_norms
-from quell.jax import batches, check, privatize
+from quell.jax import check, privatize
 from quell.jax.watch import Watch
 from quell.planning import Plan
 
@@ -114,7 +115,7 @@ def test_sharded_parameters_have_one_norm(plan: Plan, tmp_path: Path) -> None:
 
 def test_what_comes_late_is_waited_for(plan: Plan, tmp_path: Path) -> None:
     key = seeded(3)
-    drawn = batches(plan, 60, key).drawn
+    drawn = batches_of(plan, scheme_of(plan, plan.mechanism), key)
     watch = Watch(Log(tmp_path, every=2), plan.mechanism, drawn, key, 1.0, PARAMS)
     for step in (0, 1, 2):
         watch.begin(step, step)

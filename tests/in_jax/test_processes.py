@@ -36,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         subprocess.Popen(
             [sys.executable, "-m", "tests.in_jax.one_of_two", str(number), port, str(folder)],
             cwd=root,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": paths, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
         )
         for number in range(2)
     ]
@@ -61,7 +61,7 @@ def test_the_noise_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
         assert first[key] == found[1][key]
     assert len(first["rows"]) == plan.steps
     for indices, (summed, updates) in zip(first["indices"], first["rows"], strict=True):
-        expected = sums(params, (x[indices], y[indices]))
+        expected = sums(params, (x[indices], y[indices]), None)
         released = []
         for name, (shape, _) in SHAPES.items():
             np.testing.assert_allclose(summed[name], np.ravel(expected[name]), rtol=1e-4, atol=1e-5)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from quell import QuellError
+from quell.adapters.scheme import batches_of, scheme_of
 from quell.adapters.users import owned_rows
-from quell.jax import batches, clipped_grad, privatize
+from quell.jax import PaddedBatches, batches, clipped_grad, privatize
 from quell.noise import Key
 from quell.planning import Plan, Prices
 from quell.run import Run
@@ -30,9 +31,9 @@ PARAMS = {"w": RANDOM.standard_normal(6).astype(np.float32), "b": np.float32(0.1
 
 def drawn(plan: Plan, numbers: Any, most: int, key: Key) -> list[list[int]]:
     """The rows that count, step by step, as `batches` gives them."""
-    users = owned_rows(numbers, plan, most, key)
+    stream = batches_of(plan, scheme_of(plan, plan.mechanism), key)
     found = []
-    for indices, mask in batches(plan, len(numbers), key, users=users):
+    for indices, mask in PaddedBatches(stream, plan.run.examples or 0, owned_rows(numbers, plan, most, key)):
         assert indices.shape == (len(mask), most)
         assert not indices[~mask].any()
         found.append(indices[mask].ravel().tolist())
@@ -59,15 +60,16 @@ def loss(params: Any, x: Any, y: Any) -> Any:
 
 @cache
 def compiled(most: int) -> Any:
-    return jax.jit(clipped_grad(loss, CLIP, micro_batch=4, rows_per_unit=most))
+    private = privatize(user_plan(), PARAMS, CLIP, users=IDS, rows_per_user=most, key=seeded(3))
+    return jax.jit(clipped_grad(loss, private, micro_batch=4))
 
 
 def steps_of(x: Any, most: int, dtype: Any, plan: Plan) -> Any:
     """(steps, 7) the clipped sums of every step of a run, in float64."""
-    users = owned_rows(numbered(IDS), plan, most, seeded(3))
+    private = privatize(plan, PARAMS, CLIP, users=IDS, rows_per_user=most, key=seeded(3))
     params, x, y = ({name: leaf.astype(dtype) for name, leaf in PARAMS.items()}, x.astype(dtype), Y.astype(dtype))
     found = []
-    for indices, mask in batches(plan, 40, seeded(3), users=users):
+    for indices, mask in batches(private, 40):
         total = compiled(most)(params, (x[indices], y[indices]), mask)
         assert total["w"].dtype == jnp.float32
         found.append(np.concatenate([np.ravel(total[name]) for name in ("w", "b")]).astype(np.float64))
@@ -80,7 +82,7 @@ def test_a_whole_user_moves_a_step_by_at_most_the_clip_norm(dtype: Any, most: in
     plan = user_plan("poisson")
     own = IDS == "user 7"
     number = numbered(IDS)[own][0]
-    members = batches(plan, 40, seeded(3), users=owned_rows(numbered(IDS), plan, most, seeded(3))).drawn
+    members = batches_of(plan, scheme_of(plan, plan.mechanism), seeded(3))
     taken = np.array([number in batch for batch in members])
     assert 0 < taken.sum() < len(taken)
 
@@ -137,7 +139,7 @@ def test_the_report_and_the_state_are_the_users() -> None:
     assert report.unit == "one user"
     assert report.expected_batch_size == 2
     assert "example" not in str(report)
-    indices, _ = batches(plan, 40, private.key, users=private.users)[3]
+    indices, _ = batches(private, 40)[3]
     assert indices.shape == (2, 2)
     swapped = IDS.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
@@ -153,9 +155,7 @@ def test_groups_leave_out_examples_of_two_groups() -> None:
     owners: list[Any] = [(f"p{number % 12}", f"p{number % 12 + 12}") for number in range(36)]
     owners += [("p0", "p1"), ("p0", "p1"), "p24", "p25"]
     private = privatize(plan, PARAMS, CLIP, users=owners, rows_per_user=2, key=seeded(3))
-    rows = {
-        row for indices, mask in batches(plan, 40, private.key, users=private.users) for row in indices[mask].ravel()
-    }
+    rows = {row for indices, mask in batches(private, 40) for row in indices[mask].ravel()}
     assert rows == set(range(40)) - {36, 37}
     assert private.report(private.init(PARAMS)).unit == "one user with public ownership of examples"
 
@@ -181,17 +181,12 @@ def test_users_and_examples_are_not_mixed_up() -> None:
         privatize(plan, PARAMS, CLIP, users=np.arange(60))
     with pytest.raises(QuellError, match="pass a Plan, not a mechanism"):
         privatize(plan.mechanism, PARAMS, CLIP, expected_batch_size=2.0, users=np.arange(60))
-    users = owned_rows(numbered(IDS), user_plan(), 2, seeded(3))
-    for wrong, options, message in [
-        (user_plan(), {}, "pass users=private.users"),
-        (user_plan(), {"users": IDS}, "pass users=private.users"),
-        (plan, {"users": users}, "drawn of examples"),
-    ]:
-        with pytest.raises(QuellError, match=message):
-            batches(wrong, 40 if wrong is not plan else 60, seeded(3), **options)
-    with pytest.raises(QuellError, match="those of another key"):
-        batches(user_plan(), 40, seeded(4), users=users)
-    with pytest.raises(QuellError, match="40 ids of users for 41 examples"):
-        batches(user_plan(), 41, seeded(3), users=users)
+    with pytest.raises(QuellError, match="no plan to draw batches of"):
+        batches(privatize(plan.mechanism, PARAMS, CLIP, expected_batch_size=2.0, key=seeded(3)), 60)
+    private = privatize(user_plan(), PARAMS, CLIP, users=IDS, rows_per_user=3, key=seeded(3))
+    with pytest.raises(QuellError, match="has 41 examples, but privatize was called for 40"):
+        batches(private, 41)
+    with pytest.raises(QuellError, match="rows_per_unit=2, but privatize has rows_per_user=3"):
+        clipped_grad(loss, private, rows_per_unit=2)
     with pytest.raises(QuellError, match=r"rows_per_unit=3: pass arrays of shape \(units, 3"):
-        clipped_grad(loss, CLIP, rows_per_unit=3)(PARAMS, (X, Y))
+        clipped_grad(loss, private)(PARAMS, (X, Y), None)

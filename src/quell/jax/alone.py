@@ -8,6 +8,7 @@ and a program that still adds something up over devices is refused.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.extend import core
 
 from quell.errors import QuellError
 
-_HARMLESS = ("axis_index", "pvary", "pcast", "shard_map")  # a shard_map inside the loss is that of one unit
+_HARMLESS = ("axis_index", "pvary", "pcast")
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -36,22 +37,27 @@ def as_units_vary(tree: Any, batch: Any, mask: Any) -> Any:
     return jax.tree_util.tree_map(lambda leaf: jnp.where(differs, leaf, leaf), tree)
 
 
-def refuse_collectives(program: Any) -> None:
-    """Refuse a traced program that computes with several devices' values, such as `lax.psum` in a loss."""
+def refuse_collectives(program: Any, own: frozenset[Any] = frozenset()) -> None:
+    """Refuse a traced program that computes with several devices' values, such as `lax.psum` in a loss.
+
+    `own` are the axes of a `shard_map` inside the loss, over which the values are those of one unit.
+    """
     if isinstance(program, tuple | list):
         for each in program:
-            refuse_collectives(each)
+            refuse_collectives(each, own)
     elif isinstance(program, core.ClosedJaxpr | core.Jaxpr):
         for equation in getattr(program, "jaxpr", program).eqns:
-            name = equation.primitive.name
+            name, params = equation.primitive.name, equation.params
             if name in _HARMLESS:
                 continue
-            axes = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
-            if any(
-                isinstance(axis, str) for given in axes for axis in (given if isinstance(given, tuple) else [given])
-            ):
+            if name == "shard_map":
+                refuse_collectives(params["jaxpr"], own | set(params.get("newly_manual_axes", ())))
+                continue
+            given = (axes if isinstance(axes, tuple) else (axes,) for axes in map(params.get, ("axes", "axis_name")))
+            named = {axis for axes in given for axis in axes if axis is not None and not isinstance(axis, Integral)}
+            if named - own:
                 raise QuellError(
                     f"the gradient of one unit is computed with those of other devices ({name}), so it cannot be "
                     "clipped alone: compute a unit's whole loss on one device, and add up after clipped_grad"
                 )
-            refuse_collectives(tuple(equation.params.values()))
+            refuse_collectives(tuple(params.values()), own)

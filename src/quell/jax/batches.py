@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quell.adapters.choice import refuse_other_data, refuse_user_level, select
-from quell.adapters.scheme import batches_of, scheme_of
 from quell.adapters.users import Owned
 from quell.errors import QuellError, require_count
-from quell.noise import Key
+from quell.jax.private import Private
+from quell.jax.state import states_in
 from quell.schemes import Batches
-
-if TYPE_CHECKING:
-    from quell.planning import Mechanism, Plan
 
 RARELY = 1e-12  # how likely any batch of a run may be larger than the chosen size
 
@@ -48,9 +45,10 @@ class PaddedBatches:
             raise IndexError(step)
         return self._padded(step, self.drawn.at(step))
 
-    def starting(self, step: int) -> Iterator[Padded]:
-        """The batches from `step` to the end of the run."""
-        for number, batch in enumerate(self.drawn.starting(step), start=step):
+    def starting(self, step: Any) -> Iterator[Padded]:
+        """The batches from `step` to the end of the run. For the step that is due, pass the optimizer's state."""
+        first = index(step) if hasattr(step, "__index__") else int(states_in(step)[0].step)
+        for number, batch in enumerate(self.drawn.starting(first), start=first):
             yield self._padded(number, batch)
 
     def _padded(self, step: int, batch: NDArray[Any]) -> Padded:
@@ -63,60 +61,41 @@ class PaddedBatches:
         return indices, np.arange(self.size) < len(rows)
 
 
-def batches(
-    plan: Plan,
-    examples: int,
-    key: Key,
-    *,
-    mechanism: str | Mechanism | None = None,
-    users: Owned | None = None,
-    size: int | None = None,
-    devices: int = 1,
-) -> PaddedBatches:
+def batches(private: Private, examples: int, *, size: int | None = None, devices: int = 1) -> PaddedBatches:
     """The batches that the plan's promise is about, padded to one shape.
 
     Args:
-        plan: The plan.
+        private: What `privatize` returned for the plan.
         examples: How many examples the data has.
-        key: The run's key: `private.key` of what `privatize` returned.
-        mechanism: The same as for `privatize`.
-        users: For a plan per user: `private.users` of what `privatize` returned.
         size: Units of a padded batch. Default: so many that no batch is larger, but for one run in 10¹².
         devices: Among how many devices a batch is split; the default size is a multiple of it.
 
     Returns:
         `(indices, mask)` for every step: iterate, start at a step, or look one up. A batch may count nobody at all; it
         gets noise too, so do not skip it. With users, `indices` has a row of `rows_per_user` for each user, and `mask`
-        one entry for each: see `clipped_grad(..., rows_per_unit=...)`.
+        one entry for each.
 
-    >>> import quell
+    >>> import quell, quell.jax
     >>> plan = quell.plan(examples=100, batch_size=10, epochs=1, epsilon=8, delta=1e-3, sampling="cyclic")
-    >>> [(indices.shape, int(mask.sum())) for indices, mask in batches(plan, 100, Key.generate())][0]
+    >>> private = quell.jax.privatize(plan, np.zeros(3), max_grad_norm=1.0)
+    >>> [(indices.shape, int(mask.sum())) for indices, mask in batches(private, 100)][0]
     ((10,), 10)
     """
-    if plan.run.drawn == "example":
-        refuse_user_level(plan)
-        refuse_other_data(plan, examples)
-    _require_own_users(plan, examples, key, users)
-    drawn = batches_of(plan, scheme_of(plan, select(plan, mechanism)), key)
+    if not isinstance(private, Private):
+        raise QuellError(f"batches takes what privatize returned, not a {type(private).__name__}")
+    drawn, users = private.drawn, private.users
+    if drawn is None:
+        raise QuellError("there is no plan to draw batches of: call privatize with a Plan, not with a mechanism")
+    known = drawn.examples if users is None else users.examples
+    if examples != known:
+        raise QuellError(
+            f"the data has {examples:,} examples, but privatize was called for {known:,}: train on those, or make a "
+            "plan for this data"
+        )
     parts = require_count("devices", devices)
     if size is None:
         size = -(-_roomy(drawn) // parts) * parts
     return PaddedBatches(drawn, require_count("size", size), users)
-
-
-def _require_own_users(plan: Plan, examples: int, key: Key, users: Owned | None) -> None:
-    if (plan.run.drawn == "example") != (users is None) or not isinstance(users, Owned | None):
-        raise QuellError(
-            f"the plan's batches are drawn of {plan.run.drawn}s: pass users=private.users if, and only if, the plan is "
-            "per user"
-        )
-    if users is None:
-        return
-    if users.name["users"] != users.rows.digest(key.derive("quell users")):
-        raise QuellError("users are those of another key: pass key and users of the same privatize(...)")
-    if users.examples != examples:
-        raise QuellError(f"there are {users.examples:,} ids of users for {examples:,} examples: pass one per example")
 
 
 def _roomy(drawn: Batches) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
 from quell.jax.alone import as_units_vary, refuse_collectives
 from quell.jax.convolutions import with_products
+from quell.jax.devices import as_xla_shards
+from quell.jax.private import Private
 
 BLOCK = 32  # squares are added in blocks of so many, those in blocks again, so that each takes part in few additions
 RAISED = 1 + 2.0**-14  # at most 7 levels of 32 additions for 2³² squares, 2⁻²⁴ each: 2⁻¹⁶ of the sum is not reached
@@ -30,7 +33,7 @@ f32 = jnp.float32
 
 def clipped_grad(
     loss: Callable[..., Any],
-    max_grad_norm: float,
+    max_grad_norm: float | Private,
     *,
     micro_batch: int = 32,
     rows_per_unit: int | None = None,
@@ -41,15 +44,17 @@ def clipped_grad(
     Args:
         loss: `loss(params, *unit)`, the loss of *one* unit. It may be wrapped in `jax.checkpoint`, and take a random
             key as part of the unit.
-        max_grad_norm: The norm to clip each unit's gradient to, over all parameters together.
+        max_grad_norm: What `privatize` returned, for its clip norm and its rows per user; or the norm itself, as a
+            number. Each unit's gradient is clipped to it, over all parameters together.
         micro_batch: How many gradients to hold in memory at once.
-        rows_per_unit: For units of several rows, such as a user's: `loss` is that of one row, and the mean over the
-            unit's rows is clipped. Arrays of the batch have the shape (units, rows_per_unit, ...).
+        rows_per_unit: For units of several rows, such as augmentations: `loss` is that of one row, and the mean over
+            the unit's rows is clipped. Arrays of the batch have the shape (units, rows_per_unit, ...). With a plan per
+            user it is known, and units are users.
         with_norms: Also return the norm of each unit's gradient, which no noise protects: for `Log(norms=True)`.
 
     Returns:
-        `sums(params, batch, mask=None)`: `batch` is a tuple of pytrees whose first axis is that of units, `mask` says
-        which units count. The result has the tree of `params`, in float32, for `privatize`'s transformation.
+        `sums(params, batch, mask)`: `batch` is a tuple of pytrees whose first axis is that of units, `mask` says
+        which units count; None if all do. The result has the tree of `params`, in float32, for `update`.
         Micro-batches in which no unit counts are skipped. With norms it is `(sums, norms)`: the norms before clipping
         are infinite where they are not finite, and NaN where a unit does not count.
 
@@ -57,28 +62,36 @@ def clipped_grad(
     ...     return (w @ x - y) ** 2 / 2
     >>> sums = clipped_grad(squared, max_grad_norm=1.0)
     >>> x, y = jnp.eye(2), jnp.array([0.1, 3.0])
-    >>> [round(float(value), 3) for value in sums(jnp.zeros(2), (x, y))]
+    >>> [round(float(value), 3) for value in sums(jnp.zeros(2), (x, y), None)]
     [-0.1, -1.0]
     """
+    if not isinstance(max_grad_norm, Private | Real):
+        raise QuellError(f"clipped_grad takes what privatize returned, or a norm, not a {type(max_grad_norm).__name__}")
+    if isinstance(max_grad_norm, Private):
+        max_grad_norm, rows_per_unit = _of_run(max_grad_norm, rows_per_unit)
     bound, size = require_clip_norm(max_grad_norm), require_count("micro_batch", micro_batch)
     of_unit = loss if rows_per_unit is None else _mean_loss(loss, require_count("rows_per_unit", rows_per_unit))
 
-    def sums(params: Any, batch: tuple[Any, ...], mask: Array | None = None) -> Any:
-        shapes = {leaf.shape[:1] for leaf in jax.tree_util.tree_leaves(batch)}
+    def sums(params: Any, batch: tuple[Any, ...], mask: Array | None) -> Any:
+        shapes = {jnp.shape(leaf)[:1] for leaf in jax.tree_util.tree_leaves(batch)}
         if not isinstance(batch, tuple) or len(shapes) != 1 or shapes == {()}:
             raise QuellError("batch must be a tuple of arrays, or trees of them, that all have one row per unit")
-        count = int(shapes.pop()[0])
+        (count,) = shapes.pop()
+        if mask is not None and jnp.shape(mask) != (count,):
+            raise QuellError(f"mask has shape {jnp.shape(mask)}, but the batch has {count:,} rows: one entry for each")
+        total, norms = as_xla_shards(added_up, params, batch, mask)
+        return (total, norms) if with_norms else total
+
+    def added_up(params: Any, batch: tuple[Any, ...], mask: Array | None) -> tuple[Any, Array]:
+        count = len(jax.tree_util.tree_leaves(batch)[0])
         counts = jnp.ones(count, bool) if mask is None else jnp.asarray(mask, bool)
-        if counts.shape != (count,):
-            raise QuellError(f"mask has shape {counts.shape}, but the batch has {count:,} rows: one entry for each")
         zeros = jax.tree_util.tree_map(lambda leaf: jnp.zeros(leaf.shape, f32), params)
         params, zeros, counts, nobody = as_units_vary(
             (params, zeros, counts, jnp.full(size, jnp.nan, f32)), batch, mask
         )
         clipped = partial(_added, of_unit, bound, params)
         if 0 < count <= size:
-            total, norms = clipped(zeros, batch, counts)
-            return (total, norms) if with_norms else total
+            return clipped(zeros, batch, counts)
         cut = jax.tree_util.tree_map(lambda leaf: _cut(leaf, size), (batch, counts))
 
         def add(total: Any, part: Any) -> tuple[Any, Array]:
@@ -90,9 +103,20 @@ def clipped_grad(
             return found
 
         total, norms = lax.scan(add, zeros, cut)
-        return (total, norms.reshape(-1)[:count]) if with_norms else total
+        return total, norms.reshape(-1)[:count]
 
     return sums
+
+
+def _of_run(private: Private, rows_per_unit: int | None) -> tuple[float, int | None]:
+    """The clip norm and the rows per unit of a run."""
+    if private.max_grad_norm is None:
+        raise QuellError("privatize was given no max_grad_norm: pass the norm to clip to as a number")
+    if private.users is None:
+        return private.max_grad_norm, rows_per_unit
+    if rows_per_unit not in (None, private.users.most):
+        raise QuellError(f"rows_per_unit={rows_per_unit}, but privatize has rows_per_user={private.users.most}")
+    return private.max_grad_norm, private.users.most
 
 
 def _mean_loss(loss: Callable[..., Any], rows: int) -> Callable[..., Any]:

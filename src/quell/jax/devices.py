@@ -1,12 +1,13 @@
-"""Where a run cannot be: its steps would hang, or go uncounted."""
+"""Where a run cannot be, as its steps would hang or go uncounted; and meshes on which JAX has every sharding named."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from quell.errors import QuellError
 
@@ -44,3 +45,17 @@ def platform_of(leaves: Sequence[Any]) -> str:
     sharding = getattr(leaves[0], "sharding", None)
     device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
     return "cuda" if "cuda" in str(device.client.platform_version) else str(device.platform)
+
+
+def as_xla_shards(function: Callable[..., Any], params: Any, *args: Any) -> Any:
+    """`function(params, *args)`, where XLA shards what is computed inside, also on a mesh with explicit axes.
+
+    Those, which `jax.make_mesh` makes by default, want a sharding for many operations. The result is a pair,
+    of which the first is sharded as `params` are.
+    """
+    shardings = [jax.typeof(leaf).sharding for leaf in jax.tree_util.tree_leaves((params, args))]
+    explicit = [each.mesh for each in shardings if any(axes is not None for axes in each.spec)]
+    if not explicit:
+        return function(params, *args)
+    like = jax.tree_util.tree_map(lambda leaf: NamedSharding(explicit[0], jax.typeof(leaf).sharding.spec), params)
+    return jax.sharding.auto_axes(function, out_sharding=(like, NamedSharding(explicit[0], P())))(params, *args)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding
@@ -65,6 +66,11 @@ class Host:
         leaves = [leaf for _, leaf in named]
         if not leaves:
             raise QuellError("params has no arrays: pass the parameters that are trained")
+        if any(map(_is_masked, jax.tree_util.tree_leaves(params, is_leaf=_is_masked))):
+            raise QuellError(
+                "params has nodes that optax.masked or multi_transform left out, whose gradients would pass without "
+                "noise: call privatize and clipped_grad with the trained parameters only, and no mask"
+            )
         if expected <= 0:
             raise QuellError(f"expected_batch_size={expected:g} must be positive")
         self._slices = tuple(Slice.of(leaf) for leaf in leaves)
@@ -93,7 +99,8 @@ class Host:
             raise
         self._witness = None if kept is None else Fingerprint(key, shards, None)
         self._words = np.stack([key_words(generator, key, number) for number in range(len(leaves))])
-        self._begun = False
+        self._due = -1  # the step after those that were released here; negative before the first
+        self._closed = False
         self._compiled = jax.jit(partial(self._update, ()))  # callbacks and shard_map want a traced program
 
     __reduce_ex__ = never_copied("a run holds a key and is never pickled or copied: save its state")
@@ -127,6 +134,12 @@ class Host:
             raise QuellError(f"inside shard_map, all axes that parameters are sharded over must be manual: {needed}")
         shapes = [where.local if manual else where.shape for where in self._slices]
         sums = self._leaves(updates, shapes)
+        for total in sums:
+            if total.dtype.itemsize < 4:
+                raise QuellError(
+                    f"a sum has dtype {total.dtype}, and rounding sums to it can move them by more than the clip norm "
+                    "when one unit is left out: pass them in float32, as clipped_grad returns them"
+                )
         code, keys, zero, expected = self._ask(manual, state, sums)
         refused = jnp.where(state.refused != 0, state.refused, code)
 
@@ -158,13 +171,18 @@ class Host:
         leaves, structure = jax.tree_util.tree_flatten(tree)
         if structure != self._tree:
             raise QuellError(
-                "these are not the parameters that privatize was called with: pass the same tree, in order"
+                "these are not the parameters that privatize was called with: pass the same tree, in order. To freeze "
+                "some, call privatize and clipped_grad with the trained ones only: optax.masked and multi_transform "
+                "let the gradients of others pass without noise"
             )
         for leaf, shape in zip(leaves, shapes, strict=True):
             if tuple(leaf.shape) != tuple(shape):
                 raise QuellError(f"a leaf has shape {tuple(leaf.shape)}, where privatize was given {tuple(shape)}")
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise QuellError(f"a leaf has dtype {leaf.dtype}: noise is added to floating-point sums")
+                raise QuellError(
+                    f"a leaf has dtype {leaf.dtype}, and noise is added to floating-point numbers: pass the trained "
+                    "parameters only, and let the loss close over the others"
+                )
         return leaves
 
     def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:
@@ -175,9 +193,9 @@ class Host:
         shown: list[Array] = []
         if self._recorded:
             shown = [_gathered(each, where) if manual else each for each, where in zip(sums, self._slices, strict=True)]
-        # A number of the sums goes along, so that sums that are mapped over ask once each, and get noise once.
-        marks = [lax.slice(each, [0] * each.ndim, [min(1, size) for size in each.shape]) for each in sums]
-        mark = sum((first.sum().astype(f32) for first in marks), f32(0))
+        # Nothing of the sums goes along, but as theirs, so that sums that are mapped over ask once each.
+        empty = (lax.slice(each, [0] * each.ndim, [0] * each.ndim) for each in sums)
+        mark = sum((nothing.sum().astype(f32) for nothing in empty), f32(0))
         numbers = (state.step, state.refused, _differ(sums, self._slices, manual), mark)
         question = jnp.concatenate([*(lax.bitcast_convert_type(each, u32)[None] for each in numbers), state.run])
         expected = jax.ShapeDtypeStruct((3 + self._words.size,), u32)
@@ -208,7 +226,17 @@ class Host:
         keys = np.zeros_like(self._words) if code or refused else self._words
         return np.concatenate([np.array([code, 0, self._expected.view(np.uint32)], np.uint32), keys.ravel()])
 
+    def close(self) -> None:
+        """Let go of the ledger and the log, and release no more steps."""
+        self._closed = True
+        if self.guard.ledger is not None:
+            self.guard.ledger.close()
+        if self.watch is not None:
+            self.watch.close()
+
     def _allow(self, step: int, run: Any, differ: bool, sums: list[Any]) -> None:
+        if self._closed:
+            raise QuellError("close() was called, and no more steps are released: call privatize again to go on")
         if not counts_steps():
             raise QuellError("process 0 counts the steps, but another one was asked: put its device first in the mesh")
         if differ:
@@ -223,13 +251,19 @@ class Host:
             )
         if step >= self.spec.steps:
             raise QuellError(f"the plan ends after {self.spec.steps:,} steps: stop here, or make a new plan and key")
-        if not self._begun:
+        if step < self._due:
+            raise QuellError(
+                f"step {step:,} was released before, and each step's noise is used once: go on with the state that "
+                "update returned. Copies of a state, vmap over update, and optax wrappers that return to an older "
+                "state, such as MultiSteps, cannot be used"
+            )
+        if self._due < 0:
             self.guard.check_resuming(step, step, replay=True)
         if self.watch is not None:
             self.watch.begin(step, max(step, self.guard.released))
         witness = None if self._witness is None else self._witness(sums)
         self.guard.before(step, step + 1, witness)
-        self._begun = True
+        self._due = step + 1
 
 
 def _gathered(total: Array, where: Slice) -> Array:
@@ -240,11 +274,24 @@ def _gathered(total: Array, where: Slice) -> Array:
 
 
 def _differ(sums: Sequence[Array], slices: Sequence[Slice], manual: tuple[str, ...]) -> Array:
-    """() 1 if devices of a `shard_map` have other sums for the same elements, by sums of their bits; else 0."""
+    """() 1 if devices of a `shard_map` have other sums for the same elements, by digests of them; else 0."""
     differ = i32(0)
     for total, where in zip(sums, slices, strict=True):
         held = {axis for axes in where.axes for axis in axes}
         if others := tuple(axis for axis in manual if axis not in held):
-            bits = lax.bitcast_convert_type(total.astype(f32), u32).sum(dtype=u32)
-            differ = jnp.maximum(differ, (lax.pmax(bits, others) != lax.pmin(bits, others)).astype(i32))
+            digest = _mixed(total)
+            differ = jnp.maximum(differ, (lax.pmax(digest, others) != lax.pmin(digest, others)).astype(i32))
     return lax.pmax(differ, manual) if manual else differ
+
+
+def _mixed(total: Array) -> Array:
+    """() a number of 32 bits that depends on every element and its place, by the finaliser of MurmurHash3."""
+    bits = lax.bitcast_convert_type(total.astype(f32), u32).reshape(-1)
+    mixed = bits + jnp.arange(bits.size, dtype=u32) * u32(0x9E3779B9)
+    mixed = (mixed ^ mixed >> 16) * u32(0x85EBCA6B)
+    mixed = (mixed ^ mixed >> 13) * u32(0xC2B2AE35)
+    return (mixed ^ mixed >> 16).sum(dtype=u32)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

@@ -84,7 +84,7 @@ def _chacha(rounds: int, key: Array, counter: Array) -> Array:
 
 def _philox(keys: Array, counter: list[Array]) -> Array:
     def one(number: Array, c: list[Array]) -> list[Array]:
-        k0, k1 = (keys[:, i, None] + u32(generators.PHILOX_KEY_STEPS[i]) * number.astype(u32) for i in (0, 1))
+        k0, k1 = (keys[:, i, None] + u32(generators.PHILOX_KEY_STEPS[i]) * u32(number) for i in (0, 1))
         low0, high0 = product(c[0], generators.PHILOX_MULTIPLIERS[0])
         low1, high1 = product(c[2], generators.PHILOX_MULTIPLIERS[1])
         return [high1 ^ c[1] ^ k0, low1, high0 ^ c[3] ^ k1, low0]

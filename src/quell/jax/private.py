@@ -35,14 +35,10 @@ class Private(optax.GradientTransformationExtraArgs):
     """What `privatize` returns: `init` and `update`, as optax has them, with the key, the report and `close`."""
 
     host: Host
-    users: Owned | None  # whose rows are whose, for `batches`; None where batches are of examples
-    _of_plan: tuple[Mechanism, Batches, float] | None
-
-    @classmethod
-    def _made(cls, host: Host, users: Owned | None, of_plan: tuple[Mechanism, Batches, float] | None) -> Private:
-        made = cls(host.init, host.update)
-        made.host, made.users, made._of_plan = host, users, of_plan
-        return made
+    max_grad_norm: float | None  # None for a `NoiseSpec` that has its own scale
+    drawn: Batches | None  # the plan's batches; None without a plan
+    users: Owned | None  # whose rows are whose; None where batches are of examples
+    _mechanism: Any
 
     @property
     def key(self) -> Key:
@@ -52,22 +48,23 @@ class Private(optax.GradientTransformationExtraArgs):
     def report(self, state: Any) -> PrivacyReport:
         """What this run promises, has spent so far, and rests on. `state` is the optimizer's whole state."""
         check(state)
-        if self._of_plan is None:
+        if self.drawn is None:
             raise QuellError("a report is about a plan's batches: call privatize with a Plan, not with a mechanism")
         if not counts_steps():
             raise QuellError("process 0 knows what was released: ask for the report there (jax.process_index() == 0)")
-        step = int(states_in(state)[0].step)
-        mechanism, batches, norm = self._of_plan
-        released = max(step, self.host.guard.released)
+        own = [int(found.step) for found in states_in(state) if np.array_equal(found.run, self.host.name)]
+        if not own:
+            raise QuellError(
+                "this is the state of another run: pass the one that this transformation's update returned"
+            )
+        released = max(*own, self.host.guard.released)
         framework = ("jax", str(jax.__version__))
-        return privacy_report(mechanism, batches, self.key, norm, step, released, framework)
+        norm = float(self.max_grad_norm or 0.0)
+        return privacy_report(self._mechanism, self.drawn, self.key, norm, max(own), released, framework)
 
     def close(self) -> None:
         """Let go of the ledger and the log; no more steps are released."""
-        if self.host.guard.ledger is not None:
-            self.host.guard.ledger.close()
-        if self.host.watch is not None:
-            self.host.watch.close()
+        self.host.close()
 
     __reduce_ex__ = never_copied("a private transformation holds a key and is never pickled or copied: save its state")
 
@@ -96,8 +93,7 @@ def privatize(
         max_grad_norm: What every unit's gradient was clipped to: an example's, or that of a user's rows of a step.
         mechanism: Another certified mechanism of the plan than the recommended one, by name or as an object.
         expected_batch_size: What sums are divided by, if `plan` is not a plan.
-        users: For a plan per user: the user of each example, as a list or an array of ids. Pass `private.users` to
-            `batches`.
+        users: For a plan per user: the user of each example, as a list or an array of ids.
         rows_per_user: How many rows a user brings to a step.
         key: The secret key, or a path: the file is made, or read if it exists, with a ledger beside it. Default: a new
             key that is not kept.
@@ -108,7 +104,8 @@ def privatize(
         log: A folder, or a `quell.Log`, to log the run to, for `quell watch` (docs/watching.md). Not inside shard_map.
 
     Returns:
-        The transformation, with `key`, `users`, `report(state)` and `close()`.
+        The transformation, with `key`, `report(state)` and `close()`. Pass it to `clipped_grad` and to `batches`, which
+        take from it the clip norm, the plan's batches and whose rows are whose.
 
     >>> import quell, jax.numpy as jnp, optax
     >>> plan = quell.plan(examples=1000, batch_size=100, epochs=3, epsilon=8, delta=1e-5, sampling="cyclic")
@@ -126,6 +123,8 @@ def privatize(
     def looked_at() -> tuple[Any, Any, Any, Any]:
         """Refusals first: nothing is made of the key before them."""
         require_generator(generator)
+        if isinstance(plan, (str, Path)):
+            raise QuellError(f"plan is a {type(plan).__name__}: load a file with quell.Plan.load(path)")
         if (planned is None) == (expected_batch_size is None):
             raise QuellError("expected_batch_size is the plan's own: give it if, and only if, you pass no plan")
         if planned is None and (users is not None or rows_per_user != 1):
@@ -154,8 +153,11 @@ def privatize(
         expected = require_finite("expected_batch_size", batches.expected_size if batches else expected_batch_size or 0)
         whose = "" if owned is None else f" {owned.name}"
         host = Host(spec, params, secret, generator, expected, path, recorded, watch, whose)
-        started.append(Private._made(host, owned, None if batches is None else (chosen, batches, bound)))
-        return started[0]
+        private = Private(host.init, host.update)
+        private.host, private.max_grad_norm, private.drawn, private.users = host, norm, batches, owned
+        private._mechanism = chosen
+        started.append(private)
+        return private
 
     started: list[Private] = []
     try:

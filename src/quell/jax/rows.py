@@ -67,7 +67,7 @@ def add_row(
         made, after = noise.reshape(total.shape), old
         if recipe.kind != "regenerate":
             made, slot, new = _KINDS[recipe.kind](row, made, old, source.how)
-            after = lax.dynamic_update_slice(old, new, (slot, *[0] * total.ndim))
+            after = lax.dynamic_update_slice(old, new, (slot, *[jnp.zeros_like(slot)] * total.ndim))
         added.append(_released(total.astype(f32), made, row, source.how))
         kept.append(after)
     return added, kept
