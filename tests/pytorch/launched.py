@@ -13,22 +13,28 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from quell.noise import Key, Ledger, claims
 from quell.torch import load_checkpoint, make_private, save_checkpoint
+from quell.torch.huggingface import PrivateTrainer
 from quell.torch.lightning import Private
 from tests.pytorch.conftest import small_plan
-from tests.pytorch.ranks import weights
-from tests.pytorch.test_huggingface import Stop, trainer_of
+from tests.pytorch.ranks import results, weights
+from tests.pytorch.test_huggingface import Stop, bert, trainer_of
 from tests.pytorch.test_lightning import Module, trainer
 from tests.pytorch.test_lightning import Stop as Crash
 from tests.pytorch.training import examples
 
 CHECKPOINT = 4  # the step of it
+WAYS = [f"{way}{kind}" for way in ("", "hugging face ", "lightning ") for kind in ("ddp", "fsdp", "fsdp, sharded")]
 
 
 def key_in(folder: Path, name: str) -> Path:
@@ -46,14 +52,16 @@ def key_in(folder: Path, name: str) -> Path:
 def loop(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
-    if name == "fsdp":
+    sharded = name == "fsdp, sharded"
+    if name.startswith("fsdp"):
         fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    plan = small_plan("bsr", alone=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    plan = small_plan("bsr", alone=True, momentum=0.5)
     if name == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
-    model, optimizer, loader = make_private(model, optimizer, examples(), plan, key=key_in(folder, name))
-    step = load_checkpoint(folder / f"{name}.pt", model, optimizer, loader)
+    key = key_in(folder, name)
+    model, optimizer, loader = make_private(model, optimizer, examples(), plan, key=key, ema=0.9)
+    step = load_checkpoint(folder / f"{name}.pt", model, optimizer, loader, sharded=sharded)
     while step < plan.steps:
         for x, y in loader:
             optimizer.zero_grad()
@@ -61,18 +69,38 @@ def loop(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tensor]:
             optimizer.step()
             step += 1
             if step == stop:
-                save_checkpoint(folder / f"{name}.pt", model, optimizer, loader)
+                save_checkpoint(folder / f"{name}.pt", model, optimizer, loader, sharded=sharded)
                 optimizer.close()
                 return {}
-    return weights(model)
+    return results(model, optimizer)
 
 
-def hugging_face(folder: Path, stop: int | None) -> dict[str, torch.Tensor]:
-    from tests.pytorch.test_huggingface import bert
+class ShardingTrainer(PrivateTrainer):
+    """accelerate shards models on GPUs only, and would ignore `fsdp` here."""
 
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        state, plugin = self.accelerator.state, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        if self.args.bf16:
+            plugin.set_mixed_precision("bf16")
+        for each in (state, PartialState()):
+            each.distributed_type, each.fsdp_plugin = DistributedType.FSDP, plugin
+        self.is_fsdp_enabled = True
+
+
+def hugging_face(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tensor]:
+    AcceleratorState._reset_state(True)  # as in a new process
     saving = {"save_strategy": "steps", "save_steps": CHECKPOINT, "per_device_train_batch_size": 3, "use_cpu": True}
-    private = {"key": key_in(folder, "hugging face")}
-    made = trainer_of(bert(), folder / "hugging face", small_plan("bsr", alone=True), private, saving)
+    kind = PrivateTrainer
+    if "fsdp" in name and dist.get_world_size() > 1:
+        files = "SHARDED_STATE_DICT" if "sharded" in name else "FULL_STATE_DICT"
+        saving |= {
+            "fsdp": True,
+            "fsdp_config": {"state_dict_type": files, "transformer_layer_cls_to_wrap": "BertLayer"},
+        }
+        kind = ShardingTrainer
+    private = {"key": key_in(folder, name), "ema": 0.9}
+    made = trainer_of(bert(), folder / name, small_plan("bsr", alone=True), private, saving, kind=kind)
     if stop is not None:
         made.add_callback(Stop(stop))
         try:
@@ -80,42 +108,53 @@ def hugging_face(folder: Path, stop: int | None) -> dict[str, torch.Tensor]:
         except KeyboardInterrupt:
             made.optimizer.close()
         return {}
-    made.train(resume_from_checkpoint=any((folder / "hugging face").glob("checkpoint-*")) or None)
-    return {name: value.clone() for name, value in made.model.state_dict().items()}
+    made.train(resume_from_checkpoint=any((folder / name).glob("checkpoint-*")) or None)
+    assert all(isinstance(p, DTensor) == ("fsdp" in saving) for p in made.model.parameters())
+    return results(made.model, made.optimizer)
 
 
-def lightning(folder: Path, stop: int | None) -> dict[str, torch.Tensor]:
-    private = Private(small_plan("bsr", alone=True), examples(), key=key_in(folder, "lightning"), physical_batch_size=3)
-    module, world = Module(), dist.get_world_size()
+class Sharded(Module):
+    def configure_model(self):
+        if not isinstance(self.network, FSDPModule):
+            fully_shard(self.network)
+
+
+def lightning(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tensor]:
+    private = Private(small_plan("bsr", alone=True), examples(), key=key_in(folder, name), physical_batch_size=3)
+    world, sharded = dist.get_world_size(), "fsdp" in name
+    module = Sharded() if sharded else Module()
     strategy = {"strategy": "ddp", "devices": world} if world > 1 else {"devices": 1}
-    path = folder / "lightning.ckpt"
-    keep = pl.callbacks.ModelCheckpoint(folder, filename="lightning", every_n_train_steps=CHECKPOINT)
+    if sharded:
+        meshes = {"data_parallel_size": world, "tensor_parallel_size": 1}
+        kind = ModelParallelStrategy(**meshes, save_distributed_checkpoint="sharded" in name)
+        strategy = {"strategy": kind, "devices": world}
+    path = folder / f"{name}.ckpt"
+    keep = pl.callbacks.ModelCheckpoint(folder, filename=name, every_n_train_steps=CHECKPOINT)
     extra = {"enable_checkpointing": True} if stop else {}
     fitted = trainer(folder, private, *([keep, Crash(stop)] if stop else []), **strategy, **extra)
     try:
         fitted.fit(module, private.loader, ckpt_path=path if path.exists() else None, weights_only=True)
-    except RuntimeError:
-        if stop is None:
+    except RuntimeError as error:
+        if stop is None or "a crash" not in str(error):
             raise
     private.optimizer.close()
-    return {} if stop else {name: value.clone() for name, value in module.state_dict().items()}
+    return {} if stop else weights(module)
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ways = {"ddp": loop, "fsdp": loop, "hugging face": hugging_face, "lightning": lightning}
+    ways = [loop] * 3 + [hugging_face] * 3 + [lightning] * 3
     shared, home = folder / "shared", folder / str(dist.get_world_size())
     first = dist.get_rank() == 0 and not shared.exists()
     leaves = [first]
     dist.broadcast_object_list(leaves)
     for path in (shared, home):
         path.mkdir(exist_ok=True)
-    for name, way in ways.items():
-        given = (name,) if way is loop else ()
+    for name, way in zip(WAYS, ways, strict=True):
         for place, stop in ((home, None), (shared, CHECKPOINT if leaves[0] else None)):
             dist.barrier()
-            final = way(place, *given, stop)
+            final = way(place, name, stop)
             if dist.get_rank() == 0 and final:
                 torch.save(final, home / f"{name}, {'whole' if place is home else 'resumed'}.pt")
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ from quell.watching.log import NORMS
 
 from .conftest import small_plan
 from .forks import run_script
+from .launched import WAYS
 from .ranks import SCENARIOS
 from .training import logged_rows
 
@@ -109,12 +110,15 @@ def test_replicas_add_the_same_row(worlds):
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
 def test_torchrun_with_every_trainer(first, then, tmp_path):
-    """DDP, FSDP2, Trainer, Lightning: the same model in one process and in two, also where one goes on for another."""
+    """A loop, Trainer and Lightning with DDP and FSDP2, and checkpoints whole or in slices.
+
+    The model is the same in one process and in two, also where one goes on for another.
+    """
     launched = Path(__file__).with_name("launched.py")
     for world in (first, then):
         options = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world, launched, tmp_path)
         run_script(*options, timeout=280)
-    for name in ("ddp", "fsdp", "hugging face", "lightning"):
+    for name in WAYS:
         one, two = (torch.load(tmp_path / str(world) / f"{name}, whole.pt") for world in (1, 2))
         assert_equal(one, two)
         assert_equal(one, torch.load(tmp_path / str(then) / f"{name}, resumed.pt"))

@@ -89,9 +89,9 @@ def arguments(folder, **options):
     return transformers.TrainingArguments(str(folder), **{**quiet, **plain, "max_grad_norm": BOUND, **options})
 
 
-def trainer_of(model, folder, plan, private=None, options=None, **more):
+def trainer_of(model, folder, plan, private=None, options=None, kind=PrivateTrainer, **more):
     causal = isinstance(model, transformers.GPT2LMHeadModel)
-    return PrivateTrainer(
+    return kind(
         model,
         arguments(folder, **(options or {})),
         train_dataset=Sentences(causal),

@@ -12,7 +12,8 @@ from torch import nn
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, claims
 from quell.torch import load_checkpoint, make_private, save_checkpoint
-from quell.torch.checkpoints import is_whole
+from quell.torch.folders import is_whole
+from quell.torch.sharding import Slices, dealt
 
 from .training import examples, train
 
@@ -28,16 +29,16 @@ def start(key, plan, seed=1):
     return model, optimizer, loader, scheduler
 
 
-def go_on(path, run, steps=None, every=2):
+def go_on(path, run, steps=None, every=2, sharded=False):
     """The loop of docs/pytorch.md."""
     model, optimizer, loader, scheduler = run
-    first = load_checkpoint(path, model, optimizer, loader, scheduler=scheduler)
+    first = load_checkpoint(path, model, optimizer, loader, sharded=sharded, scheduler=scheduler)
     done = first
     while done < optimizer.run.noise.steps and done - first != steps:
         done += train(model, optimizer, loader, steps=1)
         scheduler.step()
         if done % every == 0:
-            save_checkpoint(path, model, optimizer, loader, scheduler=scheduler)
+            save_checkpoint(path, model, optimizer, loader, sharded=sharded, scheduler=scheduler)
     optimizer.close()
     return first
 
@@ -72,6 +73,29 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(stops, straight, plan, tmp_pat
     assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) == 0  # optimizer states can hold noise
 
 
+@pytest.mark.filterwarnings("ignore:.*learning rate is")
+def test_a_run_may_change_between_a_file_and_a_folder(straight, plan, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    for number, (steps, sharded) in enumerate([(3, False), (2, True), (2, False), (None, True)]):
+        last = start(tmp_path / "key", plan, seed=number)
+        go_on(path, last, steps, every=1, sharded=sharded)
+        assert path.is_dir() == sharded
+    assert torch.equal(weights(last), weights(straight))
+    assert sorted(each.name for each in path.iterdir()) == ["quell.json", "rank-0.pt"]
+    assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) == 0
+
+
+def test_saved_slices_become_any_others():
+    whole = torch.arange(10.0)
+    saved = Slices(torch.Size([5, 2]), [(0, whole[:4]), (4, whole[4:]), (4, whole[4:4]), (4, whole[4:].clone())])
+    for offset in range(10):
+        for length in range(10 - offset):
+            assert torch.equal(saved.cut(offset, length), whole[offset : offset + length])
+    assert torch.equal(dealt({"w": saved}, {"w": torch.zeros(5, 2)})["w"], whole.view(5, 2))
+    with pytest.raises(QuellError, match=r"2 elements of a tensor of shape \(5, 2\) were not saved"):
+        Slices(torch.Size([5, 2]), [(0, whole[:4]), (6, whole[6:])]).cut(0, 10)
+
+
 def shorten(path):
     os.truncate(path, path.stat().st_size // 2)
 
@@ -87,24 +111,35 @@ def zero_a_block(path):
         file.write(bytes(64))
 
 
+def move_away(path):
+    """A crash between the two renamings: nothing was damaged, nothing to warn of."""
+    path.rename(path.with_name("elsewhere"))
+
+
 @pytest.mark.filterwarnings("ignore:.*learning rate is")
-@pytest.mark.parametrize("damage", [shorten, empty, zero_a_block, os.unlink])
-def test_a_damaged_file_costs_one_checkpoint_and_not_the_run(damage, straight, plan, tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    go_on(path, start(tmp_path / "key", plan), steps=5)
-    damage(path)
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        *[(shorten, None), (empty, None), (zero_a_block, None), (move_away, None)],
+        *[(zero_a_block, "rank-0.pt"), (os.unlink, "rank-0.pt"), (os.unlink, "quell.json"), (move_away, "")],
+    ],
+)
+def test_a_damaged_checkpoint_costs_itself_and_not_the_run(damage, file, straight, plan, tmp_path):
+    path, sharded = tmp_path / "checkpoint.pt", file is not None
+    go_on(path, start(tmp_path / "key", plan), steps=5, sharded=sharded)
+    damage(path / file if file else path)
     last = start(tmp_path / "key", plan, seed=2)
-    if damage is os.unlink:  # between the two names: nothing was damaged, nothing to warn of
-        assert go_on(path, last) == 2
+    if damage is move_away:
+        assert go_on(path, last, sharded=sharded) == 2
     else:
         with pytest.warns(
             UserWarning, match=r"is damaged: going on from the checkpoint before it, checkpoint\.pt\.bef"
         ):
-            assert go_on(path, last) == 2
+            assert go_on(path, last, sharded=sharded) == 2
     assert torch.equal(weights(last), weights(straight))
     assert is_whole(path)
     for each in (path, path.with_name("checkpoint.pt.before")):
-        shorten(each)
+        shorten(each / "rank-0.pt" if sharded else each)
     with pytest.raises(QuellError, match="is damaged, and there is no whole"):
         go_on(path, start(tmp_path / "key", plan))
 

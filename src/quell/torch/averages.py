@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quell.errors import QuellError, require_finite
-from quell.torch.sharding import dealt, local, whole
+from quell.torch.sharding import dealt, local
 
 
 class AveragedWeights:
@@ -63,8 +63,8 @@ class AveragedWeights:
             raise QuellError("the model has the averaged weights: leave `with optimizer.averaged()` first")
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole tensors: call it on all ranks."""
-        return {"rate": self.rate, "values": [whole(average) for average in self._values]}
+        """The averages, dealt out over ranks as they are."""
+        return {"rate": self.rate, "values": list(self._values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():

@@ -1,68 +1,79 @@
 """Checkpoints that a crash cannot spoil: written whole or not at all, the one before kept beside the newest.
 
-A file is written under another name, forced onto the disk and renamed. What it replaces stays as `NAME.before`, so that
-a file that was damaged later, or cut off by a copy, costs one checkpoint and not the run: the steps in between come
-again and are compared with the ledger. The first checkpoint is that of step 0, so a crash has always one to go back to.
+A file, or a folder with a file per rank, is written under another name, forced onto the disk and renamed. What it
+replaces stays as `NAME.before`, so that a checkpoint that was damaged later, or cut off by a copy, costs one checkpoint
+and not the run: the steps in between come again and are compared with the ledger. The first checkpoint is that of step
+0, so a crash has always one to go back to.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from quell.errors import QuellError
 from quell.files import keep_name
 from quell.torch.distributed import decided, world
+from quell.torch.folders import is_whole, mark_whole, read_file, write_file
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.sharding import dealt, whole
+from quell.torch.shards import read_slices, write_slices
 
 
 def save_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: PrivateOptimizer, loader: PlannedLoader, **others: Any
+    path: str | Path,
+    model: nn.Module,
+    optimizer: PrivateOptimizer,
+    loader: PlannedLoader,
+    *,
+    sharded: bool = False,
+    **others: Any,
 ) -> None:
     """Save everything that a private run needs to go on, so that a crash at any moment leaves a whole checkpoint.
 
-    The file has the model's weights, the optimizer's state, the noise's, the loader's position and the random numbers
-    of torch (CPU and GPU), NumPy and Python on every rank. Call it on all ranks; rank 0 writes. Keep the file as secret
+    It has the model's weights, the optimizer's state, the noise's, the loader's position and the random numbers
+    of torch (CPU and GPU), NumPy and Python on every rank. Call it on all ranks. Keep the checkpoint as secret
     as the key, and publish the model's state alone.
 
     Args:
-        path: The file. The one that it replaces becomes `path.before`.
+        path: The file, which rank 0 writes. The one that it replaces becomes `path.before`.
         model: The model that is trained.
         optimizer: What `make_private` or `attach` returned.
         loader: What `make_private` or `attach` returned.
+        sharded: Make `path` a folder into which every rank writes its part of a model of `fully_shard`, so that no rank
+            needs memory for the whole. All ranks must see the folder.
         others: Whatever else has `state_dict` and `load_state_dict`, by name: `scheduler=scheduler`.
     """
     path = Path(path)
+    decided(lambda: _require_kept_key(optimizer))
+    model_state = model.state_dict()
     state = {
-        "model": _whole_on_first_rank(model.state_dict()),
-        "optimizer": optimizer.state_dict(),
+        "model": dict(model_state) if sharded else whole_on_first_rank(model_state),
+        "optimizer": optimizer.sharded_state_dict() if sharded else optimizer.state_dict(),
         "loader": loader.state_dict(),
         "others": {name: other.state_dict() for name, other in others.items()},
     }
-
-    def write() -> None:
-        if not optimizer.run.key_kept:
-            raise QuellError(
-                "this run's key is not kept, so no checkpoint of it could ever be loaded: pass key='run.key' to "
-                "make_private, which makes that file and reads it when the run goes on"
-            )
-        write_whole(state, path)
-
-    decided(write)
+    if sharded:
+        write_whole_folder(state, path)
+    else:
+        decided(lambda: write_whole(state, path))
 
 
 def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: PrivateOptimizer, loader: PlannedLoader, **others: Any
+    path: str | Path,
+    model: nn.Module,
+    optimizer: PrivateOptimizer,
+    loader: PlannedLoader,
+    *,
+    sharded: bool = False,
+    **others: Any,
 ) -> int:
     """Go on from a checkpoint, or write the first one, of step 0, where there is none yet.
 
@@ -70,10 +81,12 @@ def load_checkpoint(
     Steps that were released after the checkpoint come again, and are refused unless they are the same to the last bit.
 
     Args:
-        path: The file that `save_checkpoint` writes. Where it is damaged, `path.before` is taken, with a warning.
+        path: The file or folder that `save_checkpoint` writes. Where it is damaged, `path.before` is taken, with a
+            warning.
         model: The model, built as before.
         optimizer: What `make_private` or `attach` returned.
         loader: What `make_private` or `attach` returned.
+        sharded: How to write the first checkpoint, as in `save_checkpoint`. Both kinds are read at any number of ranks.
         others: The others that were saved, by the same names.
 
     Returns:
@@ -86,7 +99,7 @@ def load_checkpoint(
                 f"there is no checkpoint {path}, but {optimizer.run.released:,} steps were released with this key: "
                 "pass the path of that run's checkpoint, or start a new run with a new key"
             )
-        save_checkpoint(path, model, optimizer, loader, **others)
+        save_checkpoint(path, model, optimizer, loader, sharded=sharded, **others)
         return 0
     state = read(decided(lambda: newest_whole(path)))
     if state["others"].keys() != others.keys():
@@ -101,20 +114,44 @@ def load_checkpoint(
 
 
 def write_whole(state: Any, path: Path) -> None:
-    """Write a state, or leave everything as it was."""
+    """Write a state into a file, or leave everything as it was."""
     new = path.with_name(path.name + ".new")
-    with open(new, "wb", opener=_for_owner) as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(state, new)
+    _replace(path, new)
+
+
+def write_whole_folder(state: Any, path: Path) -> None:
+    """The same for a folder of slices, which all ranks write together."""
+    new = path.with_name(path.name + ".new")
+
+    def empty() -> None:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(mode=0o700)
+
+    def finish() -> None:
+        mark_whole(new)
+        keep_name(new / "any")
+        _replace(path, new)
+
+    decided(empty)
+    write_slices(state, new)
+    decided(finish)
+
+
+def _replace(path: Path, new: Path) -> None:
+    before = _before(path)
     if path.exists():
-        os.replace(path, _before(path))
+        if before.is_dir():
+            shutil.rmtree(before)
+        elif path.is_dir():
+            before.unlink(missing_ok=True)
+        os.replace(path, before)
     os.replace(new, path)
     keep_name(path)
 
 
 def newest_whole(path: Path) -> Path:
-    """The file, or the one before it where the file is missing or damaged; one of them is there."""
+    """The checkpoint, or the one before it where it is missing or damaged; one of them is there."""
     older = _before(path)
     if is_whole(path):
         return path
@@ -127,28 +164,23 @@ def newest_whole(path: Path) -> Path:
     return older
 
 
-def is_whole(path: Path) -> bool:
-    """Whether every byte of a file of torch.save is there and matches its checksum."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            return file.testzip() is None
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, ValueError):
-        return False
-
-
 def read(path: Path) -> dict[str, Any]:
-    """The state in a whole file, its tensors read from the disk when they are used."""
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch's many, about objects that are not plain data
-        reason = " ".join(str(error).split())[:200]
-        raise QuellError(f"{path} cannot be loaded on rank {world()[0]} ({type(error).__name__}: {reason})") from error
+    """The state in a whole checkpoint, its tensors read from the disk when they are used."""
+    state: dict[str, Any] = read_slices(path) if path.is_dir() else read_file(path)
     if not isinstance(state, dict) or not {"model", "optimizer", "loader", "others"} <= state.keys():
         raise QuellError(f"{path} is not a checkpoint of save_checkpoint: pass the path of one")
     return state
 
 
-def _whole_on_first_rank(state: Mapping[str, Any]) -> dict[str, Any]:
+def _require_kept_key(optimizer: PrivateOptimizer) -> None:
+    if not optimizer.run.key_kept:
+        raise QuellError(
+            "this run's key is not kept, so no checkpoint of it could ever be loaded: pass key='run.key' to "
+            "make_private, which makes that file and reads it when the run goes on"
+        )
+
+
+def whole_on_first_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     """Sharded tensors whole, one after the other; only rank 0, which writes them, keeps them."""
     kept: dict[str, Any] = {}
     for name, value in state.items():
@@ -160,7 +192,3 @@ def _whole_on_first_rank(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _before(path: Path) -> Path:
     return path.with_name(path.name + ".before")
-
-
-def _for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)  # optimizer states can hold noise

@@ -1,7 +1,8 @@
-"""Checkpoints that are folders, as Trainer writes them, file by file: which of them are whole?
+"""Checkpoints on the disk, files or folders: how they are written and read, and which of them are whole?
 
-When all files are written, a list of them with their sizes is put beside them, whole or not at all. A folder without
-the list, or with other files than it names, was cut off by a crash or a copy.
+A file of torch.save has checksums. Folders, as Trainer and ranks write them, get a list of their files with the sizes
+when all are written, whole or not at all. A folder without the list, or with other files than it names, was cut off by
+a crash or a copy.
 """
 
 from __future__ import annotations
@@ -10,12 +11,45 @@ import json
 import os
 import re
 import warnings
+import zipfile
+import zlib
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from quell.errors import QuellError
-from quell.torch.checkpoints import is_whole
+from quell.torch.distributed import world
 
 _LIST = "quell.json"
+
+
+def write_file(state: Any, path: Path) -> None:
+    """Write plain data and tensors, and force them onto the disk."""
+    with open(path, "wb", opener=_for_owner) as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_file(path: Path) -> Any:
+    """The state in a whole file, its tensors read from the disk when they are used."""
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch's many, about objects that are not plain data
+        reason = " ".join(str(error).split())[:200]
+        raise QuellError(f"{path} cannot be loaded on rank {world()[0]} ({type(error).__name__}: {reason})") from error
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a folder has all of its files, or every byte of a file of torch.save matches its checksum."""
+    if path.is_dir():
+        return is_whole_folder(path)
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, ValueError):
+        return False
 
 
 def mark_whole(folder: Path) -> None:
@@ -57,6 +91,10 @@ def newest_whole_folder(home: Path) -> Path:
 
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)  # optimizer states can hold noise
 
 
 def _onto_disk(path: Path) -> None:

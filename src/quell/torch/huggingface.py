@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from quell.torch.folders import mark_whole, newest_whole_folder, require_whole_f
 from quell.torch.loader import PlannedSteps
 from quell.torch.losses import ExampleLosses, losses_for
 from quell.torch.private import make_private
+from quell.torch.sharding import dealt
+from quell.torch.shards import has_slices, read_slices, write_slices
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -67,6 +70,7 @@ class PrivateTrainer(Trainer):
         self.add_callback(_PlannedProgress(self))
         # Gradients are added up after clipping, by the optimizer: accelerate need not wrap the model in DDP.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.accelerator.prepare = partial(_prepared_once, self.accelerator.prepare)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
         """As `Trainer.train`. A checkpoint that was cut off by a crash is passed over for the one before it.
@@ -81,6 +85,8 @@ class PrivateTrainer(Trainer):
             given = Path(resume_from_checkpoint)
             decided(lambda: require_whole_folder(given))
         self._resuming = bool(resume_from_checkpoint)
+        if resume_from_checkpoint and self.is_fsdp_enabled and not has_slices(Path(resume_from_checkpoint)):
+            self._load_from_checkpoint(str(resume_from_checkpoint))  # whole weights, before the model is sharded
         return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **options)
 
     def get_train_dataloader(self) -> PlannedSteps:
@@ -91,7 +97,11 @@ class PrivateTrainer(Trainer):
                 names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
                 given = DataLoader(**{name: getattr(given, name) for name in names})
             private = {"max_grad_norm": self.args.max_grad_norm, **self._key_to_keep(), **self._private}
-            _, self.optimizer, loader = make_private(self.model, self.create_optimizer(), given, self.plan, **private)
+            optimizer = self.create_optimizer()
+            if self.is_fsdp_enabled:  # accelerate shards the model first, and gives the optimizer its parameters
+                self.model, optimizer = self.accelerator.prepare(self.model, optimizer)
+                self.model_wrapped, optimizer = self.model, optimizer.optimizer
+            _, self.optimizer, loader = make_private(self.model, optimizer, given, self.plan, **private)
             self._planned = PlannedSteps(loader)
             self.optimizer.load_state_dict = partial(self.optimizer.load_state_dict, replay=True)  # type: ignore[method-assign]
             self.optimizer._is_accelerate_prepared = True  # else accelerate would wrap it, and load a state to move it
@@ -107,10 +117,10 @@ class PrivateTrainer(Trainer):
         total, seen = torch.zeros((), device=self.args.device), 0
         for part, last in inputs:
             self.optimizer.zero_grad()  # Trainer zeroes the model's gradients, not the optimizer's sums
-            rows = len(next(value for value in part.values() if isinstance(value, Tensor)))
-            if rows:  # most models cannot run on nobody
-                total += rows * super().training_step(model, part)
-                seen += rows
+            examples = self.optimizer.run.unfinished.received.examples
+            if len(next(value for value in part.values() if isinstance(value, Tensor))):  # most models need a row
+                total += examples * super().training_step(model, part)
+                seen += examples
             if not last:
                 self.optimizer.step()
         return total / max(seen, 1)
@@ -177,9 +187,46 @@ class PrivateTrainer(Trainer):
         decided(lambda: mark_whole(folder))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._saves_slices:
+            decided(lambda: Path(output_dir).mkdir(parents=True, exist_ok=True))
+            state = {"model": dict(self.model.state_dict()), "scheduler": self.lr_scheduler.state_dict()}
+            write_slices({**state, "optimizer": self.optimizer.sharded_state_dict()}, Path(output_dir))
+            return
         if not self.args.should_save:
             self.optimizer.state_dict()  # gathered from all processes: the one that saves waits for it
-        super()._save_optimizer_and_scheduler(output_dir)
+        with self._as_without_fsdp():  # whose files are for its own optimizers
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if has_slices(Path(resume_from_checkpoint)):
+            if self._planned is not None or not self.is_fsdp_enabled:  # else it comes again, when the model is sharded
+                saved, target = read_slices(Path(resume_from_checkpoint))["model"], model or self.model
+                target.load_state_dict(dealt(saved, target.state_dict()))
+        elif not (self.is_fsdp_enabled and self._planned is not None):  # else it came before the model was sharded
+            with self._as_without_fsdp():
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and has_slices(Path(checkpoint)):
+            state = read_slices(Path(checkpoint))
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+            return
+        with self._as_without_fsdp():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    @property
+    def _saves_slices(self) -> bool:
+        return self.is_fsdp_enabled and "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+
+    @contextmanager
+    def _as_without_fsdp(self) -> Iterator[None]:
+        """Trainer writes and reads what it does in one process: states are whole, and fit any number of processes."""
+        before, self.is_fsdp_enabled = self.is_fsdp_enabled, False
+        try:
+            yield
+        finally:
+            self.is_fsdp_enabled = before
 
     def _clip_grad_norm(self, model: Any) -> None:
         """Every example's gradient is clipped by the optimizer; clipping their mean again would be for nothing."""
@@ -217,8 +264,14 @@ class PrivateTrainer(Trainer):
             "per example": getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"),
             "several GPUs in one process (DataParallel) are not supported: launch one process per GPU with torchrun, "
             "or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
-            "DeepSpeed and FSDP of accelerate change the model after the optimizer was made: use DDP (torchrun), or "
-            "your own loop with make_private, which supports FSDP2": self.is_deepspeed_enabled or self.is_fsdp_enabled,
+            "DeepSpeed is not supported: use FSDP2 (fsdp=True), or DDP (torchrun)": self.is_deepspeed_enabled,
+            "FSDP1 puts parameters of several layers into one tensor, so no layer can be followed: pass "
+            "fsdp_config={'version': 2}": self.is_fsdp_enabled and not self.accelerator.is_fsdp2,
+            "load_best_model_at_end is not supported with FSDP: load the best checkpoint after training, with "
+            "from_pretrained": self.is_fsdp_enabled and args.load_best_model_at_end,
+            "the model was sharded when it was loaded (DistributedConfig): load it whole, and pass fsdp=True": (
+                self.is_distributed_loading_by_transformers
+            ),
             "fp16 scales the loss, and with it what clipping sees: use bf16": args.fp16,
             "private={'loss_reduction': ...} is PrivateTrainer's own matter: pass example_losses": (
                 "loss_reduction" in self._private
@@ -242,6 +295,13 @@ class PrivateTrainer(Trainer):
         for problem, found in problems.items():
             if found:
                 raise QuellError(problem)
+
+
+def _prepared_once(prepare: Any, *given: Any, **options: Any) -> Any:
+    """What accelerate has prepared already stays as it is."""
+    if all(getattr(each, "_is_accelerate_prepared", False) for each in given):
+        return given if len(given) > 1 else given[0]
+    return prepare(*given, **options)
 
 
 class _PlannedProgress(TrainerCallback):

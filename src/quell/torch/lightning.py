@@ -17,23 +17,25 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
-from quell.torch.checkpoints import newest_whole, write_whole
+from quell.torch.checkpoints import newest_whole, whole_on_first_rank, write_whole, write_whole_folder
 from quell.torch.checks import PlanMismatchWarning
 from quell.torch.clip_norms import ClipNorm
 from quell.torch.distributed import decided
 from quell.torch.loader import PlannedSteps
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.private import make_private
+from quell.torch.sharding import dealt
+from quell.torch.shards import read_slices
 
 try:
     from lightning.pytorch import Callback
     from lightning.pytorch.plugins.io import TorchCheckpointIO
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 except ImportError:
     try:
         from pytorch_lightning import Callback
         from pytorch_lightning.plugins.io import TorchCheckpointIO
-        from pytorch_lightning.strategies import DDPStrategy
+        from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
     except ImportError as missing:
         raise QuellError("quell.torch.lightning needs Lightning: pip install 'quell[trainers]'") from missing
 
@@ -73,7 +75,9 @@ class Private(Callback):
         pl_module.configure_optimizers, pl_module.training_step = privately, in_parts
         if isinstance(trainer.strategy, DDPStrategy):
             trainer.strategy.configure_ddp = lambda: None  # gradients are added up after clipping, by the optimizer
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            ShardedStates(trainer.strategy).take_over()
+        elif type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFiles()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -181,6 +185,47 @@ class WholeFiles(TorchCheckpointIO):
         return super().load_checkpoint(newest_whole(Path(path)), *arguments, **options)
 
 
+class ShardedStates:
+    """What ModelParallelStrategy saves and loads, in the place of torch's functions for plain optimizers.
+
+    With `save_distributed_checkpoint`, its default, a checkpoint is a folder into which every process writes its part,
+    else one file. Both are loaded at any number of processes.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy, self.sliced = strategy, strategy._save_distributed_checkpoint
+
+    def take_over(self) -> None:
+        self.strategy.lightning_module_state_dict = self.model_state
+        self.strategy.optimizer_state = self.optimizer_state
+        self.strategy.save_checkpoint, self.strategy.load_checkpoint = self.save, self.load
+
+    def model_state(self) -> dict[str, Any]:
+        state = self.strategy.model.state_dict()
+        return dict(state) if self.sliced else whole_on_first_rank(state)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        plain: PrivateOptimizer = getattr(optimizer, "_optimizer", optimizer)
+        return plain.sharded_state_dict() if self.sliced else plain.state_dict()
+
+    def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        path = Path(self.strategy.broadcast(filepath))
+        decided(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        if self.sliced:
+            write_whole_folder(checkpoint, path)
+        else:
+            decided(lambda: write_whole(checkpoint, path))
+
+    def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        path = decided(lambda: newest_whole(Path(checkpoint_path)))
+        found = read_slices(path) if path.is_dir() else TorchCheckpointIO().load_checkpoint(path, weights_only=True)
+        module = self.strategy.lightning_module
+        module.load_state_dict(dealt(found["state_dict"], module.state_dict()), strict=module.strict_loading)
+        for optimizer, state in zip(self.strategy.optimizers, found["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+        return found
+
+
 def _counted(optimizer: PrivateOptimizer) -> Any:
     """`step`, marked as torch marks it when a scheduler is made, so that schedulers know that it was called."""
     step = optimizer.step
@@ -198,8 +243,13 @@ def _refuse_what_would_break_the_promise(trainer: Any, module: Any, plan: Plan) 
     epochs, steps = plan.epochs, plan.steps
     problems = {
         f"Lightning's {type(trainer.strategy).__name__} on several devices is not supported: pass strategy='ddp', or "
-        "write your own loop with make_private, which supports FSDP2": (
-            trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)
+        "ModelParallelStrategy and fully_shard in configure_model": (
+            trainer.world_size > 1 and not isinstance(trainer.strategy, (DDPStrategy, ModelParallelStrategy))
+        ),
+        "tensor parallelism is not supported: pass ModelParallelStrategy("
+        f"data_parallel_size={trainer.world_size}, tensor_parallel_size=1)": (
+            isinstance(trainer.strategy, ModelParallelStrategy)
+            and trainer.strategy.device_mesh["tensor_parallel"].size() > 1
         ),
         f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: batches are the plan's; for less memory "
         "pass physical_batch_size to Private": trainer.accumulate_grad_batches != 1,

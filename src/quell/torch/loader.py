@@ -60,6 +60,7 @@ class PlannedLoader(DataLoader[Any]):
         rows_per_example: int = 1,
         fixed_shape: bool | None = False,
         augment: Callable[[Any], Any] | None = None,
+        never_empty: bool = False,
     ) -> None:
         self.run = run
         self._loaded_step: int | None = None
@@ -76,14 +77,14 @@ class PlannedLoader(DataLoader[Any]):
             dataset, collate = IndexedAtOnce(dataset.tensors), list
         if fixed_shape is None:
             fixed_shape = in_memory  # where rows of zeros are surely harmless
-        self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape)
+        self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape, never_empty)
         rows = self._planned.rows
         self._augmentation = None if augment is None else Augmentation(augment, rows)
         self._planned.for_any_loader = augment is None
         super().__init__(
             dataset,
             batch_sampler=self._planned,
-            collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows),
+            collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows, never_empty),
             **kept,
         )
 
@@ -156,11 +157,19 @@ class PlannedSampler(Sampler[list[int]]):
 
     Whoever starts it starts the due step anew. Under a loader that is not ours, such as the one that Opacus's
     BatchMemoryManager makes, portions count as received when they are drawn; then workers cannot fetch ahead.
+    Where a portion is `never_empty`, one without examples has one that counts for nobody: the ranks of a sharded model
+    run it together.
     """
 
     def __init__(
-        self, run: TrainingRun, physical_batch_size: int | None, rows: int = 1, fixed_shape: bool = False
+        self,
+        run: TrainingRun,
+        physical_batch_size: int | None,
+        rows: int = 1,
+        fixed_shape: bool = False,
+        never_empty: bool = False,
     ) -> None:
+        self.never_empty = never_empty
         self.run, self.repeats, self.fixed_shape = run, require_count("rows_per_example", rows), fixed_shape
         self.rows = self.repeats * (1 if run.owned is None else run.owned.most)  # of an example, or of a user
         self.physical = (
@@ -202,6 +211,8 @@ class PlannedSampler(Sampler[list[int]]):
             portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
             for number, portion in enumerate(portions):
                 filled_to = self.physical if self.fixed_shape else None
+                if self.never_empty and not len(portion):
+                    filled_to = filled_to or 1
                 note(Portion(step, number, len(portions), len(portion), self.rows, filled_to))
                 rows = portion if run.owned is None else run.owned.taken(portion, step)
                 yield rows.repeat(self.repeats).tolist()
@@ -256,12 +267,17 @@ class Collated:
     them is taken for an example, nothing about anybody is in it.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, size: int | None, rows: int) -> None:
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], dataset: Any, size: int | None, rows: int, never_empty: bool = False
+    ) -> None:
         self.collate, self.dataset, self.size, self.rows = collate, dataset, size, rows
-        self._looks = _LOOKS
+        self._never_empty, self._looks = never_empty, _LOOKS
 
     def __call__(self, examples: list[Any]) -> Any:
-        batch = self.collate(examples) if examples else _without_rows(self._one())
+        nobody = not (len(examples[0]) if self._indexed else examples)
+        if nobody and self._never_empty and self.size is None:
+            return self._first(self.rows)
+        batch = self.collate(examples) if examples else _without_rows(self._first(1))
         if self.rows > 1 and self._looks and not self._indexed and len(examples) > self.rows:
             self._looks -= 1
             self._require_order(examples, batch)
@@ -285,8 +301,9 @@ class Collated:
     def _indexed(self) -> bool:
         return isinstance(self.dataset, IndexedAtOnce)
 
-    def _one(self) -> Any:
-        return self.dataset.__getitems__([0]) if self._indexed else self.collate([self.dataset[0]])
+    def _first(self, rows: int) -> Any:
+        """A batch of the first example, so many times."""
+        return self.dataset.__getitems__([0] * rows) if self._indexed else self.collate([self.dataset[0]] * rows)
 
 
 def _filled(batch: Any, real: int, rows: int) -> Any:

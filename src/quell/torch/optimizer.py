@@ -30,6 +30,7 @@ from quell.torch.random_states import random_states, set_random_states
 from quell.torch.replay import Start, digest, options
 from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import is_sharded, set_gradient, shard_state, whole
+from quell.torch.shards import EveryRanks
 
 
 class PrivateOptimizer(Optimizer):
@@ -170,21 +171,27 @@ class PrivateOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, the noise's and all random numbers', of all ranks: call it on all of them."""
+        state = pytree.tree_map(whole, self.sharded_state_dict())
+        noise = state["quell"]["noise"]
+        state["quell"]["noise"] = gather(noise.value) if isinstance(noise, EveryRanks) else noise
+        return state
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same, but each rank has its own slices of what is sharded, and noise for them."""
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
         self._require_training_weights()
         self._engine.require_bounded()
-        saved = pytree.tree_map(whole, self.original_optimizer.state_dict())
+        noise = self.run.noise.state_dict()
         own = {
             "weights": digest(self._trained),
             "gradients": self._engine.settings(),
             "random": random_states(),
             "averages": None if self._averages is None else self._averages.state_dict(),
             "canaries": None if self.run.planted is None else self.run.planted.state_dict(),
+            "noise": EveryRanks(noise) if self._sharded and noise["buffers"] is not None else [noise],
         }
-        noise = self.run.noise.state_dict()
-        states = gather(noise) if self._sharded and noise["buffers"] is not None else [noise]
-        return {**saved, "quell": {"noise": states, **own, **self.run.name()}}
+        return {**self.original_optimizer.state_dict(), "quell": {**own, **self.run.name()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, replay: bool = False) -> None:
         """Go on from a checkpoint of the same plan, data and key, at any world size.
@@ -215,8 +222,7 @@ class PrivateOptimizer(Optimizer):
         set_random_states(own["random"])
         plain = {name: value for name, value in state_dict.items() if name != "quell"}
         self.original_optimizer.load_state_dict(plain)
-        if self._sharded:
-            shard_state(self.original_optimizer)
+        shard_state(self.original_optimizer)
         if self._averages is not None:
             self._averages.load_state_dict(averages)
         if planted is not None:

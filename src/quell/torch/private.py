@@ -191,8 +191,8 @@ def make_private(
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
-        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment)
         sharded = any(is_sharded(parameter) for parameter in params.values())
+        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment, sharded)
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
         rows = rows_per_example * rows_per_user

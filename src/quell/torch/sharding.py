@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,17 +34,50 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if is_sharded(value) else value
 
 
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """A tensor that ranks have saved in slices of its elements in C order, each with where it begins."""
+
+    shape: torch.Size
+    parts: Sequence[tuple[int, Tensor]]
+
+    def cut(self, offset: int, length: int) -> Tensor:
+        """(length,) the elements from `offset` on; nothing else is read from the disk."""
+        found, missing = torch.empty(length, dtype=self.parts[0][1].dtype), length
+        for begin, held in {begin: held for begin, held in self.parts if len(held)}.items():  # one of each replica
+            start, stop = max(offset, begin), min(offset + length, begin + len(held))
+            if start < stop:
+                found[start - offset : stop - offset] = held[start - begin : stop - begin]
+                missing -= stop - start
+        if missing:
+            raise QuellError(f"{missing:,} elements of a tensor of shape {tuple(self.shape)} were not saved")
+        return found
+
+
 def dealt(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole tensors, each dealt out over the ranks as the tensor of that name is."""
+    """Whole tensors, or saved slices of them, each dealt out over the ranks as the tensor of that name is."""
     return {name: _dealt(value, like.get(name)) for name, value in values.items()}
 
 
 def _dealt(value: Any, like: Any) -> Any:
+    if isinstance(value, Slices):
+        if not is_sharded(like) or value.shape != like.shape:
+            full = value.cut(0, value.shape.numel()).view(value.shape)
+            return full.to(like.device) if isinstance(like, Tensor) else full
+        shard = shard_of(0, like)
+        held = value.cut(shard.offset, shard.length).view(local(like).shape).to(like.device)
+        return _put_together(held, like)
     if not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, like.device_mesh, like.placements)
+
+
+def _put_together(held: Tensor, like: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(held, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def own_share(total: Tensor, parameter: Any) -> Tensor:
@@ -103,6 +137,6 @@ def set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
 
 
 def shard_state(optimizer: Optimizer) -> None:
-    """Deal whole tensors of a loaded state out again, as the parameters they belong to are."""
+    """Deal tensors of a loaded state out again, as the parameters they belong to are."""
     for parameter, held in optimizer.state.items():
         held.update(dealt(held, dict.fromkeys(held, parameter)))
