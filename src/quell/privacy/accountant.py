@@ -204,7 +204,7 @@ class Accountant(ABC):
         """
         allowed, failure = _budget(self, delta, comparisons)
         certificate = self.certify(sigma, epsilon, failure)
-        if certificate.upper <= allowed * (1 + self.tolerance):
+        if certificate.upper <= (allowed if certificate.failure else delta) * (1 + self.tolerance):
             return _total(certificate, delta)
         if sigma >= self.safe_sigma(epsilon, delta) * (1 - 1e-12):
             return _plain(delta)
@@ -273,7 +273,7 @@ def _certified(
         if rung < hopeless or (accountant.statistical and forecast(rung) > _HOPELESS * allowed):
             continue
         certificate = certify(rung)
-        if certificate.upper <= allowed:
+        if certificate.upper <= (allowed if certificate.failure else delta):
             return rung, _total(certificate, delta)
         hopeless = rung * min(1.05, (certificate.upper / allowed) ** (-0.7 / slope))
     return most, _plain(delta)

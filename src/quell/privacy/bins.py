@@ -82,7 +82,7 @@ class Bins:
 
         if self.exact:  # a triangular factor: half the work of a product with any other matrix
             normal = random.standard_normal((draws, self.count))
-            return np.asarray(dtrmm(1.0, self._factor, normal.T, lower=1, overwrite_b=1).T)
+            return np.asarray(dtrmm(1.0, self.factor, normal.T, lower=1, overwrite_b=1).T)
         half = self.count // 2 + 1
         waves = random.standard_normal((draws, half, 2)).view(np.complex128)[..., 0]
         size = np.sqrt(self._spectrum * self.count / 2)
@@ -92,7 +92,8 @@ class Bins:
         return np.asarray(fft.irfft(waves * size, self.count))
 
     @cached_property
-    def _factor(self) -> Array:
+    def factor(self) -> Array:
+        """Lower triangular, with the matrix as its square."""
         return np.asfortranarray(np.linalg.cholesky(self.table))
 
     @cached_property

@@ -116,6 +116,11 @@ class Scouted:
     rest: float  # proven without draws, for the directions that have no pilot
     expected_upper: float  # where the upper end will come out, about
 
+    @property
+    def estimate(self) -> float:
+        """δ, about; 0 if no draw met the event."""
+        return max(each.estimate for each in self.pilots)
+
 
 def scout(pair: Pair, epsilon: float, failure: float, size: int) -> Scouted:
     """Run the pilots of both directions, except where δ is proven to be negligible without draws."""

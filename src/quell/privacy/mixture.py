@@ -2,8 +2,9 @@
 
 P is a mixture of b Gaussians and Q the Gaussian without the example; for C ≥ 0 this pair dominates every adaptive run
 (arXiv:2410.06266, Proof 4 in docs/proofs.md). Independent noise is computed exactly (`orthogonal`), one bin is the
-Gaussian mechanism, and everything else uses importance sampling with a certificate (`importance`). δ never exceeds that
-of the Gaussian mechanism at max_j ‖m_j‖, because a mixture is no easier to tell from Q than its worst component.
+Gaussian mechanism. Everything else has two certificates: importance sampling (`importance`), and bounds without draws
+(`shared`), which are the better ones where bins share most of what they move. Each checks the other. δ never exceeds
+that of the Gaussian mechanism at max_j ‖m_j‖, because a mixture is no easier to tell from Q than its worst component.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -24,11 +25,13 @@ from quell.privacy.bins import Binned, Bins, bins_of
 from quell.privacy.gaussian import gaussian_delta, gaussian_sigma
 from quell.privacy.guarantee import Certificate
 from quell.privacy.profile import GaussianProfile, Profile
+from quell.privacy.shared import Shared
 from quell.privacy.tilting import sampling_free
 from quell.strategy.structure import Strategy
 
 _FEW = 4  # different bin sizes up to which independent noise is convolved exactly
 _ROUGH, _CAREFUL, _WIDE = 384, 1536, 1 << 22  # pilot draws per proposal, and the most numbers they may take
+_WORTHWHILE = 0.5  # of δ, made by what all bins share: from there on a bound without draws may be the better one
 _RANKING, _RANKING_WIDE, _RANKING_ERROR = 96, 1 << 19, 0.1  # the same for ranking, and the error of δ with so few
 
 
@@ -91,29 +94,34 @@ class BinAccountant(Accountant):
         return max(found, importance.pilot(pair, "add", epsilon, size).estimate), error
 
     def at_least(self, epsilon: float, delta: float) -> float:
-        """The larger of two lower bounds: along the mean pattern, and for independent bins (Proof 13)."""
-        pull, lightest = self.bins.pull, math.sqrt(float(self.bins.energies.min()))
-        pulled = float(pull.min()) / math.sqrt(float(pull.mean())) * gaussian_sigma(epsilon, delta)
-        return max(pulled, lightest * _apart(self.bins.count, epsilon, delta))
+        """The larger of two lower bounds: for what all bins share, and for independent bins (Proof 13)."""
+        shared = math.sqrt(self._shared.energy) * gaussian_sigma(epsilon, delta)
+        return max(shared, math.sqrt(float(self.bins.energies.min())) * _apart(self.bins.count, epsilon, delta))
 
     def forecast(self, sigma: float, epsilon: float, failure: float) -> float:
-        return self._scouted(sigma, epsilon, failure).expected_upper if self.statistical else 0.0
+        if not self.statistical:
+            return 0.0
+        scouted = self._scouted(sigma, epsilon, failure)
+        return min(scouted.expected_upper, self._proven(sigma, epsilon, scouted))
 
     def certify(self, sigma: float, epsilon: float, failure: float) -> Certificate:
-        pair = BinPair(self.bins, sigma)
-        plain = gaussian_delta(sigma / self.reach, epsilon)
-        free = min(plain, max(sampling_free(pair, "remove", epsilon), sampling_free(pair, "add", epsilon)))
         slack = (1 + math.exp(epsilon)) * self.bins.slack / (2 * sigma)  # Pinsker, on both neighbours
         if not self.statistical:
             lower, upper = self._exact(sigma, epsilon, orthogonal.FINE)
-            gauss = upper == plain
+            gauss = upper == gaussian_delta(sigma / self.reach, epsilon)
             method = "analytic Gaussian mechanism" if gauss else "exact convolution of independent bins"
             return Certificate(lower, upper + slack, method)
-        found = importance.certify(pair, epsilon, failure, self._scouted(sigma, epsilon, failure))
+        scouted = self._scouted(sigma, epsilon, failure)
+        lower, upper = self._at_least(sigma, epsilon), self._proven(sigma, epsilon, scouted)
+        found = Certificate(lower, upper, "moments and the Gaussian mechanism, no draws")
+        if scouted.expected_upper < upper:
+            drawn = importance.certify(BinPair(self.bins, sigma), epsilon, failure, scouted)
+            if not (lower <= drawn.upper and drawn.lower <= upper):
+                raise AssertionError("draws contradict the bounds without draws: this is a bug in Quell")
+            if drawn.upper < upper:
+                found = replace(drawn, lower=max(lower, drawn.lower))
         lower = found.lower if self.bins.exact else 0.0  # a dominating pair says nothing from below
-        if free <= found.upper:
-            return Certificate(lower, free + slack, "Rényi and Gaussian bounds, no draws")
-        return Certificate(lower, found.upper + slack, found.method, failure, found.draws)
+        return replace(found, lower=lower, upper=found.upper + slack)
 
     def profile(self, sigma: float, at: Sequence[float], failure: float) -> Profile:
         if self.bins.count == 1 and not self.bins.slack:
@@ -122,6 +130,30 @@ class BinAccountant(Accountant):
 
     def _size(self, careful: bool) -> int:
         return max(128, min(_CAREFUL if careful else _ROUGH, _WIDE // self.bins.count))
+
+    @cached_property
+    def _shared(self) -> Shared:
+        return Shared(self.bins)
+
+    def _at_least(self, sigma: float, epsilon: float) -> float:
+        """A lower bound on δ without draws: what all bins share, or independent bins (Proof 13)."""
+        lightest = [(float(self.bins.energies.min()) / (2 * sigma**2), self.bins.count)]
+        apart, _ = orthogonal.orthogonal_delta(lightest, "remove", epsilon, orthogonal.COARSE)
+        return max(apart * (1 - 1e-6), self._shared.lower(sigma, epsilon))
+
+    def _proven(self, sigma: float, epsilon: float, scouted: importance.Scouted) -> float:
+        """An upper bound on δ without draws."""
+        if (sigma, epsilon) not in self._proofs:
+            proven = min(gaussian_delta(sigma / self.reach, epsilon), scouted.free)
+            if self._shared.lower(sigma, epsilon) > _WORTHWHILE * scouted.estimate:
+                proven = min(proven, self._shared.upper(sigma, epsilon, scouted.estimate or proven))
+            self._proofs.clear()
+            self._proofs[sigma, epsilon] = proven
+        return self._proofs[sigma, epsilon]
+
+    @cached_property
+    def _proofs(self) -> dict[tuple[float, float], float]:
+        return {}
 
     def _scouted(self, sigma: float, epsilon: float, failure: float) -> importance.Scouted:
         key = sigma, epsilon, failure
