@@ -137,8 +137,12 @@ def loss(case: Case, solution: np.ndarray | None) -> float:
     elif kind == "band_inv":
         c = ToeplitzStrategy("c", n, given_noising=solution)
     elif kind == "blt":
-        found = blt.from_gaps(*solution) if case["side"] == "quell" else blt.from_scales(*solution)
-        c = ToeplitzStrategy("c", n, blt.coefficients(found, n), blt.noising_coefficients(found, n))
+        if case["side"] == "quell":
+            found = blt.from_gaps(*solution)
+            c = ToeplitzStrategy("c", n, blt.coefficients(found, n), blt.noising_coefficients(found, n))
+        else:  # scales and decays
+            sums = sum(scale * decay ** np.arange(n - 1.0) for scale, decay in solution.T)
+            c = ToeplitzStrategy("c", n, np.concatenate([[1.0], sums]))
     elif case["side"] == "peer":  # a dense matrix
         decoder = scipy.linalg.solve_triangular(solution.T, np.tri(n).T).T
         return float(np.linalg.norm(decoder) / np.sqrt(n) * np.linalg.norm(solution, axis=0).max())

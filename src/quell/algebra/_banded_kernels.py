@@ -7,7 +7,7 @@ at least the number of sub-diagonals), and write these rows as [U | L], L lower 
 
     W[new, window] = F W[window, window],   W[new, new] = F W[window, new] + L⁻¹L⁻ᵀ          (forward).
 
-For a loss Σ v_i W_ii let P be the symmetric matrix of derivatives still to be passed back, at first diag v. Going
+For the loss Σ W_ii let P be the symmetric matrix of derivatives still to be passed back, at first the identity. Going
 back over the blocks, with all = window + new,
 
     ∂loss/∂[U | L] = -2 L⁻ᵀ P[new, all] W[all, all]
@@ -43,8 +43,8 @@ KEPT = 2_000_000  # numbers in W up to which it is kept for the backward pass
 
 
 @compiled()
-def banded_loss_and_gradient(theta, inverse_norms, inverse, weights, window, block, segment, gradient, dots):
-    """Σ v_i W_ii and its gradient in theta (written to `gradient`); inf, and no gradient, if W overflows.
+def banded_loss_and_gradient(theta, inverse_norms, inverse, window, block, segment, gradient, dots):
+    """Σ W_ii and its gradient in theta (written to `gradient`); inf, and no gradient, if W overflows.
 
     theta, gradient: (n, p); inverse_norms: (n,) of theta's columns; inverse: (r, n), inverse[e, t] = A⁻¹[t, t-e],
     by lag so that loops along a row of C are contiguous; dots: (n,) the products C_j·∂loss/∂C_j, by the way.
@@ -73,7 +73,7 @@ def banded_loss_and_gradient(theta, inverse_norms, inverse, weights, window, blo
             # Var θ_i is at least 1/E_ii²; less (or nan) means that C⁻¹ blew up and rounding took over.
             if not variance >= 0.999 * own * own:
                 return math.inf
-            part += weights[first + i] * variance
+            part += variance
         loss += part
         if not math.isfinite(loss):
             return math.inf
@@ -89,7 +89,7 @@ def banded_loss_and_gradient(theta, inverse_norms, inverse, weights, window, blo
         p[:] = 0.0
         copy(carried, 0, window, p, last, stride, window, window)
         for i in range(count):
-            p[(window + i) * (stride + 1)] += weights[first + i]
+            p[(window + i) * (stride + 1)] += 1.0
         retreat(window, block, x, w, p, stride, room, spare, slopes)
         copy(p, 0, stride, carried, 0, window, window, window)
         chain_rows(theta, inverse_norms, inverse, first, count, window, block, slopes, strip, gradient, dots)

@@ -97,29 +97,11 @@ def normalise_columns(bands: Array) -> Array:
     return scaled
 
 
-def loss_and_gradient(theta: Array, workload_inverse: Array, weights: Array | None = None) -> tuple[float, Array]:
-    """Σ_i v_i W_ii and its gradient in theta, for the strategy C with theta's columns scaled to norm one.
-
-    theta: (n, p) row bands; workload_inverse: (n, r) row bands of A⁻¹; weights: (n,) v ≥ 0, all one by default, when
-    the loss is ‖A C⁻¹‖_F². The loss is +inf where a diagonal entry is not positive or C⁻¹ overflows.
-
-    >>> theta = np.ones((3, 1))  # C = I
-    >>> loss, gradient = loss_and_gradient(theta, np.broadcast_to([1.0, -1.0], (3, 2)))
-    >>> loss
-    6.0
-    """
-    problem = _Problem(theta.shape, workload_inverse, weights)
-    return problem(np.ascontiguousarray(theta, dtype=np.float64))
-
-
 def optimise(
     start: Array,
     workload_inverse: Array,
     *,
-    weights: Array | None = None,
     max_iterations: int = 500,
-    improvement_tolerance: float | None = None,
-    patience: int = 5,
     on_iteration: Callable[[Convergence], None] | None = None,
 ) -> tuple[Array, Convergence]:
     """The optimal banded strategy with columns of norm one (Problem 2.1), and how the optimisation went.
@@ -127,38 +109,34 @@ def optimise(
     Args:
         start: (n, p) row bands; its columns are scaled first. Take the optimal banded Toeplitz strategy.
         workload_inverse: (n, r) row bands of A⁻¹.
-        weights: (n,) weight of each query's variance, all one by default.
         max_iterations: accepted steps after which we stop, unconverged.
-        improvement_tolerance: stop when `patience` steps in a row each lower the loss by less than this share.
-            By default 1e-13 per unknown, but not less than 1e-12 nor more than 3e-8: small problems are solved
-            to the last digit, large ones to about one part in a million.
-        patience: see improvement_tolerance.
         on_iteration: see `quell.algebra.descent.minimise`.
+
+    It stops when five steps in a row each lower the loss by less than 1e-13 per unknown, but not less than 1e-12 nor
+    more than 3e-8: small problems are solved to the last digit, large ones to about one part in a million.
 
     The loss does not change when a column of theta is scaled, so its gradient is orthogonal to theta's columns:
     nothing needs to be projected. How much column j matters is known beforehand, its curvature is about
-    proportional to (AᵀVA)_jj (n - j for prefix sums); dividing by that saves up to a third of the steps, fewer when
+    proportional to (AᵀA)_jj (n - j for prefix sums); dividing by that saves up to a third of the steps, fewer when
     p is large.
 
     >>> toeplitz = np.broadcast_to([1.0, 0.5], (4, 2))
-    >>> strategy, how = optimise(toeplitz, np.broadcast_to([1.0, -1.0], (4, 2)), improvement_tolerance=1e-12)
+    >>> strategy, how = optimise(toeplitz, np.broadcast_to([1.0, -1.0], (4, 2)))
     >>> round(how.loss, 6), how.converged
     (7.546408, True)
     """
     point = normalise_columns(start)
-    problem = _Problem(point.shape, workload_inverse, weights)
+    problem = Loss(point.shape, workload_inverse)
     curvature = problem.column_weights()
     large = point.size > _LARGE
-    if improvement_tolerance is None:
-        improvement_tolerance = min(max(1e-13 * point.size, 1e-12), 3e-8)
     theta, how = minimise(
         problem,
         point,
         history=5 if large else 10,
         history_dtype=np.float32 if large else np.float64,
         max_iterations=max_iterations,
-        improvement_tolerance=improvement_tolerance,
-        patience=patience,
+        improvement_tolerance=min(max(1e-13 * point.size, 1e-12), 3e-8),
+        patience=5,
         precondition=lambda vector: kernels.divide_columns(vector, curvature),
         overwrite_start=True,
         on_iteration=on_iteration,
@@ -170,17 +148,24 @@ def optimise(
     return theta, how
 
 
-class _Problem:
-    """The loss as a function of theta, with its work space."""
+class Loss:
+    """‖A C⁻¹‖_F² and its gradient in theta, C having theta's columns scaled to norm one; keeps its work space.
 
-    def __init__(self, shape: tuple[int, ...], workload_inverse: Array, weights: Array | None) -> None:
+    Args:
+        shape: (n, p), that of theta's row bands.
+        workload_inverse: (n, r) row bands of A⁻¹.
+
+    The loss is +inf where a diagonal entry is not positive or C⁻¹ overflows.
+
+    >>> Loss((3, 1), np.broadcast_to([1.0, -1.0], (3, 2)))(np.ones((3, 1)))[0]  # C = I
+    6.0
+    """
+
+    def __init__(self, shape: tuple[int, ...], workload_inverse: Array) -> None:
         n, bands = shape
         if workload_inverse.shape[0] != n:
             raise QuellError(f"the strategy has {n} rows but the workload {workload_inverse.shape[0]}: make them equal")
         self.inverse = np.ascontiguousarray(workload_inverse.T, dtype=np.float64)  # by lag: (r, n)
-        self.weights = np.ones(n) if weights is None else np.ascontiguousarray(weights, dtype=np.float64)
-        if self.weights.shape != (n,) or not (self.weights >= 0.0).all():
-            raise QuellError(f"weights must be {n} numbers, none negative: one per query")
         self.sizes = _sizes(bands + len(self.inverse) - 1)
         self.norms, self.dots = np.empty(n), np.empty(n)
         self.gradient = np.empty((n, bands))
@@ -189,15 +174,13 @@ class _Problem:
         if not kernels.column_norms(theta, self.norms):
             return np.inf, self.gradient
         np.reciprocal(self.norms, out=self.norms)
-        loss = kernels.banded_loss_and_gradient(
-            theta, self.norms, self.inverse, self.weights, *self.sizes, self.gradient, self.dots
-        )
+        loss = kernels.banded_loss_and_gradient(theta, self.norms, self.inverse, *self.sizes, self.gradient, self.dots)
         return float(loss), self.gradient
 
     def column_weights(self) -> Array:
-        """(AᵀVA)_jj: minus half the derivative of the loss, at C = I, in the logarithm of column j's scale."""
-        alone = _Problem((len(self.weights), 1), self.inverse.T, self.weights)
-        alone(np.ones((len(self.weights), 1)))
+        """(AᵀA)_jj: minus half the derivative of the loss, at C = I, in the logarithm of column j's scale."""
+        alone = Loss((len(self.norms), 1), self.inverse.T)
+        alone(np.ones((len(self.norms), 1)))
         importance = -0.5 * alone.dots
         floored: Array = np.maximum(importance, 1e-6 * importance.max())
         return floored

@@ -20,9 +20,8 @@ from typing import Literal
 import numpy as np
 
 from quell._types import Array
-from quell.algebra.blt import require_participation, require_poles
 from quell.algebra.exponential_sums import SummationRule, participation_sum, response_sum, separated, summation_rule
-from quell.errors import QuellError
+from quell.errors import QuellError, require_count
 
 Objective = Literal["rmse", "maxse"]
 _LONGEST = 60.0  # largest log-ratio of neighbouring gaps: e^60 steps are as good as infinitely many
@@ -41,8 +40,8 @@ class Problem:
 def problem_of(
     n: int, poles: Sequence[float], participations: int, separation: int | None, objective: Objective
 ) -> Problem:
-    n, k, b = require_participation(n, participations, separation)
-    kept = require_poles(poles)
+    n, k, b = _participation(n, participations, separation)
+    kept = _poles(poles)
     if not kept:
         raise QuellError(f"poles={tuple(poles)}: for the identity workload independent noise is best, use no BLT")
     if objective not in ("rmse", "maxse"):
@@ -54,6 +53,20 @@ def problem_of(
         middle, apart = 0.5 * (kept[0] + kept[1]), 5e-4 * max(1.0 - kept[0], 1.0 / n)
         kept = (middle + apart, middle - apart)
     return Problem(n, k, b, kept, rule, emphasis)
+
+
+def _participation(n: int, participations: int, separation: int | None) -> tuple[int, int, int]:
+    """(n, k, b), k cut to the ⌈n/b⌉ participations that fit."""
+    n, k = require_count("n", n), require_count("participations", participations)
+    b = n if separation is None else require_count("separation", separation)
+    return n, min(k, -(-n // b)), b
+
+
+def _poles(poles: Sequence[float]) -> tuple[float, ...]:
+    """The non-zero poles, largest first."""
+    if not all(0.0 <= pole <= 1.0 for pole in poles) or sum(pole > 0.0 for pole in poles) > 2:
+        raise QuellError(f"poles={tuple(poles)} must be at most two numbers between 0 and 1, such as (1.0, 0.9)")
+    return tuple(sorted((float(pole) for pole in poles if pole > 0.0), reverse=True))
 
 
 def identity_loss(problem: Problem) -> float:

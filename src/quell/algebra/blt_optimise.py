@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from quell._types import Array
-from quell.algebra import blt as algebra
-from quell.algebra.blt import BLT
+from quell.algebra.blt import BLT, from_gaps
 from quell.algebra.blt_loss import Objective, Problem, coordinates_of, gaps_of, identity_loss, log_loss, problem_of
 from quell.algebra.descent import Convergence, minimise
 from quell.errors import require_count
@@ -31,29 +30,12 @@ Progress = Callable[[Convergence], None]
 _WORTHWHILE = 1e-6  # relative gain below which a buffer is dropped
 _RANDOM_STARTS = 1
 _FIRST = 25  # iterations from every start; the best goes on
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One size that was tried: `loss` is sensitivity × error; `blt.buffers` may be smaller than `buffers`."""
-
-    buffers: int
-    blt: BLT
-    loss: float
-    convergence: Convergence
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The size chosen, and everything that was tried, smallest first."""
-
-    chosen: Attempt
-    tried: tuple[Attempt, ...]
+_LITTLE, _MOST = 0.01, 8  # gain for which one more buffer is not taken where their number is free, and the most tried
 
 
 def optimise_blt(
     n: int,
-    buffers: int,
+    buffers: int | None = None,
     *,
     poles: Sequence[float] = (1.0,),
     participations: int = 1,
@@ -67,8 +49,9 @@ def optimise_blt(
 
     Args:
         n: steps.
-        buffers: most buffers to use.
-        poles: of the workload's series 1/Π(1 − ρ x), see `blt.max_squared_error`.
+        buffers: most buffers to use. Default: the fewest whose loss one more would lower by less than a percent.
+        poles: of the workload's series 1/Π(1 − ρ x), at most two in [0, 1]: (1,) for prefix sums, (weight decay factor,
+            momentum) for SGD.
         participations: how often an example can take part.
         separation: least distance between two participations; n by default.
         objective: "rmse" for the root mean squared error over all queries, "maxse" for the worst query's.
@@ -85,46 +68,24 @@ def optimise_blt(
     5.2967
     """
     problem = problem_of(n, poles, participations, separation, objective)
-    *_, best = _ladder(problem, require_count("buffers", buffers), on_iteration)
-    return best.blt, best.convergence
-
-
-def choose_buffers(
-    n: int,
-    *,
-    poles: Sequence[float] = (1.0,),
-    participations: int = 1,
-    separation: int | None = None,
-    objective: Objective = "rmse",
-    tolerance: float = 0.01,
-    most: int = 8,
-    on_iteration: Progress | None = None,
-) -> Choice:
-    """The smallest number of buffers whose loss one more buffer would lower by less than `tolerance`.
-
-    Other arguments as in `optimise_blt`. Independent noise (no buffers) is the first candidate.
-
-    >>> choice = choose_buffers(3900, participations=10, separation=390)
-    >>> choice.chosen.buffers, [round(attempt.loss, 2) for attempt in choice.tried]
-    (2, [139.66, 14.56, 13.58, 13.56])
-    """
-    problem = problem_of(n, poles, participations, separation, objective)
-    tried: list[Attempt] = []
-    for attempt in _ladder(problem, require_count("most", most), on_iteration):
-        tried.append(attempt)
-        if len(tried) > 1 and tried[-2].loss <= attempt.loss * (1.0 + tolerance):
-            return Choice(tried[-2], tuple(tried))
-    return Choice(tried[-1], tuple(tried))
+    most = _MOST if buffers is None else require_count("buffers", buffers)
+    sizes = _ladder(problem, most, on_iteration)
+    best = next(sizes)
+    for each in sizes:
+        if buffers is None and best[1].loss <= each[1].loss * (1.0 + _LITTLE):
+            break
+        best = each
+    return best
 
 
 # ---- sizes, from small to large ----
 
 
-def _ladder(problem: Problem, most: int, on_iteration: Progress | None) -> Iterator[Attempt]:
+def _ladder(problem: Problem, most: int, on_iteration: Progress | None) -> Iterator[tuple[BLT, Convergence]]:
     """The best of size 0, 1, …, most, each size no worse than the one before."""
     gaps, loss = np.empty(0), identity_loss(problem)
     how = Convergence(0, 1, loss, 0.0, 0.0, True, "No buffers: nothing to optimise.")
-    yield _attempt(0, gaps, how)
+    yield _found(gaps, how)
     for size in range(1, most + 1):
         runs = [_descend(problem, start, _FIRST, on_iteration) for start in _starts(problem, size, gaps)]
         leader, ahead = min(runs, key=lambda run: run[1].loss)
@@ -139,7 +100,7 @@ def _ladder(problem: Problem, most: int, on_iteration: Progress | None) -> Itera
         else:  # how well the smaller one converged still stands
             how = replace(how, reason=f"Buffer {size} lowers the loss by less than {_WORTHWHILE:g}.")
         how = replace(how, iterations=iterations, evaluations=evaluations)
-        yield _attempt(size, gaps, how)
+        yield _found(gaps, how)
 
 
 def _descend(
@@ -155,10 +116,8 @@ def _descend(
     )
 
 
-def _attempt(size: int, gaps: Array, how: Convergence) -> Attempt:
-    best = algebra.from_gaps(gaps[0::2].tolist(), gaps[1::2].tolist())
-    loss = math.exp(how.loss)
-    return Attempt(size, best, loss, replace(how, loss=loss))
+def _found(gaps: Array, how: Convergence) -> tuple[BLT, Convergence]:
+    return from_gaps(gaps[0::2].tolist(), gaps[1::2].tolist()), replace(how, loss=math.exp(how.loss))
 
 
 # ---- where to start ----

@@ -34,13 +34,11 @@ _LARGEST_GAP = 1e-6  # between the loss and the bound, relative: what is accepte
 _WELL_CONDITIONED = 1e-9  # ratio of eigenvalues from which squaring a matrix loses too much
 _MODEL = 1e-3  # relative accuracy of the Hessian
 _SHORTEST = 1e-6  # step of a line search
+_ITERATIONS = 100
 
 
 def optimise_dense(
-    workload: Array,
-    *,
-    max_iterations: int = 100,
-    on_iteration: Callable[[Convergence], None] | None = None,
+    workload: Array, on_iteration: Callable[[Convergence], None] | None = None
 ) -> tuple[Array, Convergence]:
     """The lower-triangular C (n, n) with columns of norm one that minimises ‖A C⁻¹‖_F, and how it went.
 
@@ -56,24 +54,22 @@ def optimise_dense(
     if workload.shape != (n, n) or not np.diagonal(workload).all() or np.triu(workload, 1).any():
         raise QuellError(f"the workload, of shape {workload.shape}, must be square, lower triangular and invertible")
     with threadpool_limits(limits=1):  # the result must not depend on the number of threads
-        return _optimise(workload, max_iterations, on_iteration)
+        return _optimise(workload, on_iteration)
 
 
-def _optimise(
-    workload: Array, most: int, on_iteration: Callable[[Convergence], None] | None
-) -> tuple[Array, Convergence]:
+def _optimise(workload: Array, on_iteration: Callable[[Convergence], None] | None) -> tuple[Array, Convergence]:
     largest = float(np.abs(workload).max())
     workload = workload / largest
     gram = workload.T @ workload
     point = _at(workload, gram, 0.5 * np.log(np.diagonal(gram)))
     point = _at(workload, gram, point.logs + 2 * math.log(point.roots.sum() / point.multipliers.sum()))
-    evaluations, improvement, reason = 2, math.inf, f"Stopped after {most} iterations."
-    for iterations in range(most + 1):
+    evaluations, improvement, reason = 2, math.inf, f"Stopped after {_ITERATIONS} iterations."
+    for iterations in range(_ITERATIONS + 1):
         slope = point.diagonal - point.multipliers
         residual = float(np.abs(slope).max())
         if on_iteration is not None and iterations:
             on_iteration(Convergence(iterations, evaluations, point.value, residual, improvement, False, reason))
-        if np.sum(slope**2 / point.multipliers) <= _SETTLED * point.value or iterations == most:
+        if np.sum(slope**2 / point.multipliers) <= _SETTLED * point.value or iterations == _ITERATIONS:
             break
         direction = _newton(point)
         promised = float(direction @ slope)

@@ -78,15 +78,6 @@ def filtered(series: Array) -> bool:
     return len(_trim(series)) <= _SHORT_DIVISOR
 
 
-def square_root(series: Array, n: int) -> Array:
-    """First `n` coefficients of the square root with positive leading coefficient.
-
-    >>> square_root(np.array([1.0, -2.0, 1.0]), 3)
-    array([ 1., -1.,  0.])
-    """
-    return power(series, 0.5, n)
-
-
 def power(series: Array, exponent: float, n: int) -> Array:
     """First `n` coefficients of series ** exponent, for a series with a positive leading coefficient.
 

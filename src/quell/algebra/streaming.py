@@ -2,9 +2,8 @@
 
 Appendix C of the BandMF paper (arXiv:2405.15913). An operator is two functions, `init` and `step`: the state starts
 empty and every step maps (state, input row) to (state, output row). Workloads and inverse strategies alike have this
-shape, so `query_variances` prices any pair of them, whatever their structure, in O(n²·buffers): the dumb computation
-that every fast path in `quell.analysis.error` is tested against, and the entry point for research on new ones. The
-operators only use arithmetic, so rows and bands may be PyTorch tensors as well (`quell.research`).
+shape: it is the entry point for research on new ones. The operators only use arithmetic, so rows and bands may be
+PyTorch tensors as well (`quell.research`).
 """
 
 from __future__ import annotations
@@ -92,20 +91,3 @@ def materialise(operator: StreamingOperator, n: int) -> Array:
         state, row = operator.step(state, unit)
         rows.append(row)
     return np.stack(rows)
-
-
-def query_variances(noising: StreamingOperator, workload: StreamingOperator, n: int) -> Array:
-    """Squared row norms of workload·noising, one per step (Algorithm 4 of the paper).
-
-    >>> prefix = banded_inverse(np.tile([1.0, -1.0], (3, 1)))
-    >>> query_variances(banded(np.ones((3, 1))), prefix, 3)
-    array([1., 2., 3.])
-    """
-    decoder = compose(workload, noising)
-    state, norms = decoder.init(), np.empty(n)
-    for i in range(n):
-        unit = np.zeros(n)
-        unit[i] = 1.0
-        state, row = decoder.step(state, unit)
-        norms[i] = row @ row
-    return norms

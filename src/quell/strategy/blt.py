@@ -45,21 +45,18 @@ def blt(
         solution = np.zeros((2, 0))
 
     def search(watch: Watch) -> Solution:
-        from quell.algebra.blt_optimise import choose_buffers, optimise_blt
+        from quell.algebra.blt_optimise import optimise_blt
 
-        kind = cast(Literal["rmse", "maxse"], objective)
         second = max(workload.momentum, workload.ema)  # of three poles the two slowest: the search takes no more
-        poles = (workload.decay, second) if second else (workload.decay,)
-        k, b = participation.count, participation.separation
-        if buffers is None:
-            chosen = choose_buffers(
-                workload.steps, poles=poles, participations=k, separation=b, objective=kind, on_iteration=watch
-            ).chosen
-            found, how = chosen.blt, chosen.convergence
-        else:
-            found, how = optimise_blt(
-                workload.steps, buffers, poles=poles, participations=k, separation=b, objective=kind, on_iteration=watch
-            )
+        found, how = optimise_blt(
+            workload.steps,
+            buffers,
+            poles=(workload.decay, second),
+            participations=participation.count,
+            separation=participation.separation,
+            objective=cast(Literal["rmse", "maxse"], objective),
+            on_iteration=watch,
+        )
         return np.array([found.gaps, found.noising_gaps]).reshape(2, -1), how
 
     parameters = {"buffers": buffers, "objective": objective}

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quell._types import Array
-from quell.algebra import series, streaming
+from quell.algebra import series
 from quell.algebra.descent import Convergence
 from quell.errors import QuellError
 from quell.strategy.precision import require_fresh_draws
@@ -140,13 +140,6 @@ class ToeplitzStrategy:
         dense = _toeplitz_matrix(self.noising, self.steps)
         return dense if self.column_scale is None else dense / self.column_scale[:, None]
 
-    def noising_operator(self) -> streaming.StreamingOperator:
-        """C⁻¹ as a streaming linear operator."""
-        if isinstance(self.recurrence, Regenerate):
-            scale = np.ones(self.steps) if self.column_scale is None else self.column_scale
-            return streaming.banded(self.noising / scale[:, None])
-        return streaming.banded_inverse(self.row_bands)
-
     @property
     def row_bands(self) -> Array:
         """(n, bands) row bands of C, `[i, d]` holding entry (i, i−d)."""
@@ -205,19 +198,14 @@ class BandedStrategy:
         return np.sqrt(energy)
 
     def matrix(self) -> Array:
-        dense = np.zeros((self.steps, self.steps))
-        for d in range(self.bands):
-            rows = np.arange(d, self.steps)
-            dense[rows, rows - d] = self.row_bands[d:, d]
-        return dense
+        from quell.algebra.banded import to_dense  # compiled code, loaded when first needed
+
+        return to_dense(self.row_bands)
 
     def noising_matrix(self) -> Array:
         from scipy.linalg import solve_triangular
 
         return np.asarray(solve_triangular(self.matrix(), np.eye(self.steps), lower=True))
-
-    def noising_operator(self) -> streaming.StreamingOperator:
-        return streaming.banded_inverse(self.row_bands)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,9 +259,6 @@ class TreeStrategy:
 
     def noising_matrix(self) -> Array:
         return np.asarray(np.linalg.inv(self.matrix()))
-
-    def noising_operator(self) -> streaming.StreamingOperator:
-        return streaming.lower_triangular(self.noising_matrix())
 
 
 Strategy = ToeplitzStrategy | BandedStrategy | TreeStrategy
