@@ -157,6 +157,14 @@ def test_a_dominating_gaussian_dominates():
         for e in np.linspace(0, 12, 40)
     ]
     assert min(smaller) < 0
+    assert dominating_gaussian(PointProfile(((50.0, 1e-6),)), 1e-9)[0] == math.inf  # no μ is known to be enough
+
+
+def test_losses_beyond_all_numbers_are_infinite():
+    found = Together((charged(PointProfile(((1e4, 1e-6),)), 1e4, 1e-6),) * 2)
+    assert found.delta(500.0) == 1.0
+    assert found.epsilon(1e-5) == 2e4  # by adding up promises
+    assert found.adaptive_epsilon(1e-5) == math.inf
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 40.0, 300.0])

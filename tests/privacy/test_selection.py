@@ -106,6 +106,7 @@ def test_numbers_of_trials_have_their_law(law):
     assert sum(chances) == pytest.approx(1.0)
     assert sum(k * chance for k, chance in enumerate(chances, 1)) == pytest.approx(4.0)
     assert trials.missed(5) == pytest.approx(sum(chance * 0.8**k for k, chance in enumerate(chances, 1)))
+    assert 0 <= Trials(1e4, law).missed(5) < 1e-3  # and no overflow
     drawn = [trials.draw() for _ in range(2000)]
     assert np.mean(drawn) == pytest.approx(4.0, abs=0.5)
     assert np.mean([each == 1 for each in drawn]) == pytest.approx(chances[0], abs=0.05)

@@ -93,7 +93,7 @@ class Atoms:
         atoms = [
             (x, x * max(after - before, 0.0))
             for (x, _), before, after in zip(corners[1:], slopes, slopes[1:], strict=False)
-        ]
+        ] or [(1.0, 1e-300)]  # all of the loss is infinite
         return cls(tuple(math.log(x) for x, _ in atoms), tuple(mass for _, mass in atoms), min(1.0, corners[-1][1]))
 
     @property

@@ -73,7 +73,7 @@ class Trials:
         keep = 1.0 - 1.0 / settings
         if self.law == "geometric":
             return keep / (self.mean - keep * (self.mean - 1.0))
-        return math.expm1(self.rate * keep) / math.expm1(self.rate)
+        return math.exp(-self.rate / settings) * math.expm1(-self.rate * keep) / math.expm1(-self.rate)
 
     def draw(self, random: Random | None = None) -> int:
         """A number of trials, from the operating system's entropy unless told otherwise. Keep it secret."""
