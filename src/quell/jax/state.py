@@ -13,7 +13,10 @@ REFUSALS: list[str] = []  # what `NoiseState.refused` counts, from 1 on
 
 
 class NoiseState(NamedTuple):
-    """Where a run's noise stands. Save it with the rest of the optimizer's state; the key is not in it."""
+    """Where a run's noise stands. Save it with the rest of the optimizer's state; the key is not in it.
+
+    `buffers` hold recent noise, so a state that has them is as secret as the key.
+    """
 
     step: Array  # the step that is due, counted from 0
     refused: Array  # 0, or a number that `check` turns into words
