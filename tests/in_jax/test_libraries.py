@@ -43,11 +43,17 @@ def of_linen() -> Model:
 
 
 def of_nnx() -> Model:
-    model = nnx.Linear(
-        5, 3, kernel_init=lambda *_: jnp.asarray(KERNEL), bias_init=lambda *_: jnp.asarray(BIAS), rngs=nnx.Rngs(0)
-    )
-    graph, params = nnx.split(model)
-    return params, lambda p, x: nnx.merge(graph, p)(x), lambda tree: (tree["kernel"][...], tree["bias"][...])
+    """As docs/jax.md has it, with the random state of a dropout, which drops nothing here, beside the parameters."""
+    inits = {"kernel_init": lambda *_: jnp.asarray(KERNEL), "bias_init": lambda *_: jnp.asarray(BIAS)}
+    model = nnx.Sequential(nnx.Linear(5, 3, **inits, rngs=nnx.Rngs(0)), nnx.Dropout(1e-9, rngs=nnx.Rngs(1)))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def predict(params: Any, x: Any) -> Any:
+        model = nnx.merge(graph, params, rest, copy=True)
+        nnx.reseed(model, default=jax.random.key(2))
+        return model(x)
+
+    return params, predict, lambda tree: tuple(tree["layers"][0][name][...] for name in ("kernel", "bias"))
 
 
 def of_equinox() -> Model:

@@ -46,7 +46,14 @@ class PaddedBatches:
         return self._padded(step, self.drawn.at(step))
 
     def starting(self, step: Any) -> Iterator[Padded]:
-        """The batches from `step` to the end of the run. For the step that is due, pass the optimizer's state."""
+        """The batches from a step to the end of the run.
+
+        Args:
+            step: The number of the step, or the optimizer's state, for the step that is due in it.
+
+        Returns:
+            An iterator over `(indices, mask)`.
+        """
         first = index(step) if hasattr(step, "__index__") else int(states_in(step)[0].step)
         for number, batch in enumerate(self.drawn.starting(first), start=first):
             yield self._padded(number, batch)

@@ -139,10 +139,12 @@ def _added(
 ) -> tuple[Any, Array]:
     """The total with the clipped gradients of these units, and their norms."""
     each = jax.vmap(jax.grad(loss), in_axes=(None, *[0] * len(units)))
-    gradients = with_products(each, len(counts), refuse_collectives)(params, *units)
+    gradients = jax.tree_util.tree_map(  # once, so that what is added up is what was measured
+        lambda leaf: leaf.astype(f32), with_products(each, len(counts), refuse_collectives)(params, *units)
+    )
     unit = f32(2.0 ** math.frexp(bound)[1])  # norms are measured in this, so that squares neither overflow nor vanish
     squares = sum(
-        _sum_of_squares(leaf.astype(f32).reshape(len(counts), leaf[0].size) / unit)
+        _sum_of_squares(leaf.reshape(len(counts), math.prod(leaf.shape[1:])) / unit)
         for leaf in jax.tree_util.tree_leaves(gradients)
     )
     norms = jnp.sqrt(squares) * f32(RAISED)
@@ -151,7 +153,7 @@ def _added(
     factors = jnp.where(sound, limit / jnp.maximum(norms, limit), 0)
 
     def add(sum_: Array, gradient: Array) -> Array:
-        kept = jnp.where(sound.reshape(-1, *[1] * sum_.ndim), gradient.astype(f32), 0)
+        kept = jnp.where(sound.reshape(-1, *[1] * sum_.ndim), gradient, 0)
         added: Array = sum_ + jnp.tensordot(factors, kept, axes=1, precision=lax.Precision.HIGHEST)
         return added
 

@@ -59,7 +59,7 @@ class Host:
         ledger: Path | None,
         recorded: bool,
         watch: Watch | None,
-        whose: str = "",
+        whose: str,
     ) -> None:
         """`recorded` says whether process 0 keeps a ledger, `ledger` where; `whose` names the users of a run."""
         named, self._tree = jax.tree_util.tree_flatten_with_path(params)
@@ -111,8 +111,8 @@ class Host:
         for where in self._slices:
             sharding = None if where.mesh is None else NamedSharding(where.mesh, P(None, *where.spec))
             buffers.append(jnp.zeros((self._recipe.buffers, *where.shape), f32, device=sharding))
-        everywhere = None if self._mesh is None else NamedSharding(self._mesh, P())
-        step, refused, run = (jax.device_put(each, everywhere) for each in (np.int32(0), np.int32(0), self.name))
+        replicated = None if self._mesh is None else NamedSharding(self._mesh, P())
+        step, refused, run = (jax.device_put(each, replicated) for each in (np.int32(0), np.int32(0), self.name))
         return NoiseState(step, refused, run, tuple(buffers))
 
     def update(
@@ -192,7 +192,9 @@ class Host:
         """
         shown: list[Array] = []
         if self._recorded:
-            shown = [_gathered(each, where) if manual else each for each, where in zip(sums, self._slices, strict=True)]
+            shown = [
+                _unsharded(each, where) if manual else each for each, where in zip(sums, self._slices, strict=True)
+            ]
         # Nothing of the sums goes along, but as theirs, so that sums that are mapped over ask once each.
         empty = (lax.slice(each, [0] * each.ndim, [0] * each.ndim) for each in sums)
         mark = sum((nothing.sum().astype(f32) for nothing in empty), f32(0))
@@ -266,7 +268,7 @@ class Host:
         self._due = step + 1
 
 
-def _gathered(total: Array, where: Slice) -> Array:
+def _unsharded(total: Array, where: Slice) -> Array:
     for dimension, axes in enumerate(where.axes):
         if axes:
             total = lax.all_gather(total, axes, axis=dimension, tiled=True)

@@ -46,7 +46,15 @@ class Private(optax.GradientTransformationExtraArgs):
         return self.host.key
 
     def report(self, state: Any) -> PrivacyReport:
-        """What this run promises, has spent so far, and rests on. `state` is the optimizer's whole state."""
+        """What this run promises, has spent so far, and rests on.
+
+        Args:
+            state: The optimizer's whole state, or any pytree with this run's state inside.
+
+        Returns:
+            The report: `print(report)` shows Markdown, `report.json()` gives JSON. It counts every step that this
+            process or the ledger knows of, also those after the one that a checkpoint went back to.
+        """
         check(state)
         if self.drawn is None:
             raise QuellError("a report is about a plan's batches: call privatize with a Plan, not with a mechanism")

@@ -9,9 +9,14 @@ from jax import Array
 
 from quell.errors import QuellError
 
+REFUSALS: list[str] = []  # what `NoiseState.refused` counts, from 1 on
+
 
 class NoiseState(NamedTuple):
-    """Where a run's noise stands. Save it with the rest of the optimizer's state; the key is not in it."""
+    """Where a run's noise stands. Save it with the rest of the optimizer's state; the key is not in it.
+
+    `buffers` hold recent noise, so a state that has them is as secret as the key.
+    """
 
     step: Array  # the step that is due, counted from 0
     refused: Array  # 0, or a number that `check` turns into words
@@ -30,9 +35,6 @@ def check(state: Any) -> None:
         if code:
             known = 0 < code <= len(REFUSALS)
             raise QuellError(REFUSALS[code - 1] if known else "a step was refused in another process: see its errors")
-
-
-REFUSALS: list[str] = []  # what `NoiseState.refused` counts
 
 
 def states_in(state: Any) -> list[NoiseState]:
