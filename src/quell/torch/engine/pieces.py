@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quell.torch.clipping import row_norms
 from quell.torch.engine import kernels
-from quell.torch.engine.bounds import gram_norms, token_norms
+from quell.torch.engine.bounds import gram_norms, token_norms, wide
 
 # Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but enough to be
 # worth a launch; on a CPU what stays in its cache.
@@ -269,11 +269,6 @@ def _sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
 
 def _unit(values: Tensor) -> float:
     return float(torch.finfo(values.dtype).eps)
-
-
-def wide(values: Tensor) -> Tensor:
-    """In float32, or float64 if it is that."""
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _product(g: Tensor, a: Tensor) -> Tensor:
