@@ -1,4 +1,4 @@
-"""What all engines share: the face they show the optimizer, and what engines that cut off the model's outputs do.
+"""What all engines share: the face they show the optimizer.
 
 An engine attaches itself to the model (which stays the user's own object), watches forward and backward passes, and
 `collect` hands over how many examples it saw since last time and the float32 sum of their clipped gradients.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
@@ -113,81 +111,6 @@ class Engine(ABC):
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
 
-@dataclass(eq=False)
-class Pass:
-    """One forward pass whose output was cut off: the loss's gradient arrives at `leaves` and waits there."""
-
-    leaves: list[Tensor]
-    made_by: Any  # what the engine needs to go on from there
-    given_up: list[bool] = field(default_factory=list)  # not empty when another forward pass came first
-
-
-class DeferredEngine(Engine):
-    """Engines that need the whole gradient of the loss with respect to the outputs before they go into the model.
-
-    The model's outputs are cut from its graph. The user's `backward` stops there, and the engine carries on: before the
-    next forward pass, or at the step. So the loop stays the user's, and a gradient that reaches a parameter around the
-    model, which could not be clipped, is noticed.
-    """
-
-    _open: Pass | None = None
-
-    def flush(self) -> None:
-        done, self._open = self._open, None
-        if done is None:
-            return
-        gradients = [leaf.grad for leaf in done.leaves]
-        if all(gradient is None for gradient in gradients):
-            done.given_up.append(True)
-            self._forget()
-            return
-        for name, parameter in self.params.items():
-            if parameter.grad is not None:
-                raise QuellError(
-                    f"the loss reaches {name} around the model's output, where it cannot be clipped: leave parameters "
-                    "out of the loss (weight decay belongs to the optimizer)"
-                )
-        examples = _rows(done.leaves)
-        factor = examples if self.mean_loss else 1
-        weighted = [
-            torch.zeros_like(leaf) if gradient is None else gradient * factor
-            for leaf, gradient in zip(done.leaves, gradients, strict=True)
-        ]
-        self._take(examples, self._clip(done, weighted, examples))
-
-    def discard(self) -> None:
-        super().discard()
-        if self._open is not None and any(leaf.grad is not None for leaf in self._open.leaves):
-            self._forget()
-            self._open = None
-
-    def _cut(self, outputs: Any, made_by: Any = None) -> Any:
-        """The outputs as leaves of their own, remembered."""
-        flat, spec = pytree.tree_flatten(outputs)
-        leaves: list[Tensor] = []
-
-        def cut(value: Any) -> Any:
-            if not is_differentiable(value):
-                return value
-            leaf = value.detach().requires_grad_()
-            leaves.append(leaf)
-            return leaf
-
-        returned = pytree.tree_unflatten([cut(value) for value in flat], spec)
-        self._open = Pass(leaves, made_by)
-        given_up = self._open.given_up  # the hook holds this alone: a cycle would keep the activations alive
-        for leaf in leaves:
-            leaf.register_hook(lambda gradient: _refuse_late(given_up))
-        return returned
-
-    @abstractmethod
-    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Clipped:
-        """Sums of clipped gradients, given the gradient of every example's own loss at the outputs."""
-
-    def _forget(self) -> None:
-        """Drop what was kept for a pass that is not going to be used."""
-
-
 def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(local(parameter), dtype=torch.float32, requires_grad=False)
 
@@ -197,21 +120,3 @@ def is_differentiable(value: Any) -> bool:
     return (
         isinstance(value, Tensor) and value.is_floating_point() and (value.requires_grad or not torch.is_grad_enabled())
     )
-
-
-def _refuse_late(given_up: list[bool]) -> None:
-    if given_up:
-        raise QuellError(
-            "the model was called twice before a backward pass: use one forward pass per loss (for accuracies, call it "
-            "under torch.no_grad())"
-        )
-
-
-def _rows(leaves: Sequence[Tensor]) -> int:
-    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves if leaf.grad is not None}
-    if len(sizes) != 1 or None in sizes:
-        raise QuellError(
-            f"the loss uses outputs of shapes {[tuple(leaf.shape) for leaf in leaves]}, which do not have one row per "
-            "example: let the model return such outputs and compute the loss from them, one per example"
-        )
-    return int(sizes.pop() or 0)

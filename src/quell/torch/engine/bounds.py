@@ -46,7 +46,7 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
     (k − 1)·u·S at most, here and in the clipped sum.
     """
     units, positions = tokens.shape
-    flat = (g if g.dtype == torch.float64 else g.float()).reshape(units * positions, -1)
+    flat = wide(g).reshape(units * positions, -1)
     owners = torch.arange(units, device=g.device).repeat_interleave(positions)
     # Each unit's tokens, sorted: equal ones are neighbours, and every one of them knows the first of its kind.
     ordered, order = tokens.sort(dim=1, stable=True)
@@ -65,6 +65,15 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
 def roundings(*lengths: int) -> int:
     """How many roundings in a row the products of two Gram matrices have seen, their sums included."""
     return sum(min(length, CHUNK) + -(-length // CHUNK) for length in lengths) + SUMMING
+
+
+def wide_type(values: Tensor) -> torch.dtype:
+    """float32, or float64 if it is that."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def wide(values: Tensor) -> Tensor:
+    return values.to(wide_type(values))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quell.torch.engine.bounds import UNDERFLOW
+from quell.torch.engine.bounds import UNDERFLOW, wide
 from quell.torch.transfer import uploaded
 
 _TILE, _DEPTH = 128, 64  # of the matrix products: rows and columns, and how deep one step of the loop goes
@@ -109,18 +109,12 @@ def sums_of_rows(rows: Sequence[Tensor], weights: Tensor) -> Tensor:
 def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """(units, width) the gradients of scale and shift of a normalisation over the last dimension, unit by unit."""
     units, positions, width = x.shape
-    if (
-        not (x.is_cuda or interpreted)
-        or _triton() is None
-        or x.dtype == torch.float64
-        or width > 1 << 14
-        or not x.numel()
-    ):
-        wide = x if x.dtype == torch.float64 else x.float()
+    if not take_rows(x) or width > 1 << 14:
+        x = wide(x)
         if centred:
-            wide = wide - wide.mean(-1, keepdim=True)
-        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (normalised * g).sum(1), g.sum(1, dtype=wide.dtype)
+            x = x - x.mean(-1, keepdim=True)
+        normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return (normalised * g).sum(1), g.sum(1, dtype=x.dtype)
     x, g = x.contiguous(), g.contiguous()
     block = _power_of_two(width)
     parts = min(positions, max(1, 8 * _multiprocessors(x.device) // units))
@@ -144,9 +138,8 @@ def channel_scale_gradients(x: Tensor, g: Tensor, groups: int, eps: float) -> tu
     examples, channels, places = x.shape
     size = _power_of_two(channels // groups)
     if not (take_rows(x) and take_rows(g)) or size > _BLOCK:
-        wide = x if x.dtype == torch.float64 else x.float()
-        normalised = functional.group_norm(wide, groups, eps=eps)
-        return (normalised * g).sum(2), g.sum(2, dtype=wide.dtype)
+        normalised = functional.group_norm(wide(x), groups, eps=eps)
+        return (normalised * g).sum(2), g.sum(2, dtype=normalised.dtype)
     found = torch.empty(2, examples, channels, device=x.device)
     _triton().channel_scales[(examples, groups)](
         x.contiguous(), g.contiguous(), found[0], found[1], groups, channels // groups, places, eps,

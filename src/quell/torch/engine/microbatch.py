@@ -1,8 +1,10 @@
 """`clipping="microbatch"`: per-example gradients by torch.func, one micro-batch at a time.
 
-The forward pass keeps no activations. When the loss has sent its gradient back to the outputs, each micro-batch runs
-again, with the same random numbers, and its per-example gradients are clipped and added before the next one: one
-more forward pass for a fraction of the memory, and any layer that `vmap` understands.
+The forward pass keeps no activations, and the model's outputs are cut from its graph: the user's `backward` stops
+there, and the engine carries on before the next forward pass, or at the step. Each micro-batch runs again, with the
+same random numbers, and its per-example gradients are clipped and added before the next one: one more forward pass for
+a fraction of the memory, and any layer that `vmap` understands. The loop stays the user's, and a gradient that reaches
+a parameter around the model, which could not be clipped, is noticed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from quell.errors import QuellError, require_count
 from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
-from quell.torch.engine.base import DeferredEngine, Pass
+from quell.torch.engine.base import Engine, is_differentiable
 
 _NOT_MAPPED = (
     "clipping='microbatch' takes layers that vmap understands, and no convolutions or norms under autocast: use "
@@ -45,7 +47,16 @@ class Inputs:
         return [self.values[place][first:stop] for place in self.mapped]
 
 
-class MicrobatchEngine(DeferredEngine):
+@dataclass(eq=False)
+class Pass:
+    """One forward pass whose output was cut off: the loss's gradient arrives at `leaves` and waits there."""
+
+    leaves: list[Tensor]
+    inputs: Inputs
+    given_up: list[bool]  # not empty when another forward pass came first
+
+
+class MicrobatchEngine(Engine):
     clipping = "microbatch"
 
     def __init__(
@@ -60,6 +71,7 @@ class MicrobatchEngine(DeferredEngine):
         self.model, self.size = model, require_count("micro_batch", size)
         self._plain_forward: Callable[..., Any] = model.forward
         self._inside = False  # whether the model is being run by this engine
+        self._open: Pass | None = None
         model.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,12 +91,46 @@ class MicrobatchEngine(DeferredEngine):
             parts = [run(self._detached(), *inputs.part(*bounds)) for bounds in self._bounds(inputs.examples)]
         return example.rebuilt([torch.cat(columns) for columns in zip(*parts, strict=True)])
 
-    def _clip(self, done: Pass, gradients: Sequence[Tensor], examples: int) -> Clipped:
-        inputs: Inputs = done.made_by
-        if examples != inputs.examples:
+    def _cut(self, outputs: Any, inputs: Inputs) -> Any:
+        """The outputs as leaves of their own, remembered."""
+        flat, spec = pytree.tree_flatten(outputs)
+        flat = [value.detach().requires_grad_() if is_differentiable(value) else value for value in flat]
+        leaves = [value for value in flat if isinstance(value, Tensor) and value.requires_grad]
+        given_up: list[bool] = []  # the hooks hold this alone: a cycle would keep the activations alive
+        for leaf in leaves:
+            leaf.register_hook(lambda gradient: _refuse_late(given_up))
+        self._open = Pass(leaves, inputs, given_up)
+        return pytree.tree_unflatten(flat, spec)
+
+    def flush(self) -> None:
+        done, self._open = self._open, None
+        if done is None:
+            return
+        if all(leaf.grad is None for leaf in done.leaves):
+            done.given_up.append(True)
+            return
+        for name, parameter in self.params.items():
+            if parameter.grad is not None:
+                raise QuellError(
+                    f"the loss reaches {name} around the model's output, where it cannot be clipped: leave parameters "
+                    "out of the loss (weight decay belongs to the optimizer)"
+                )
+        examples = _rows(done.leaves)
+        if examples != done.inputs.examples:
             raise QuellError(
-                f"the model made {examples} rows of output from {inputs.examples} examples: it must make one each"
+                f"the model made {examples} rows of output from {done.inputs.examples} examples: it must make one each"
             )
+        factor = examples if self.mean_loss else 1
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * factor for leaf in done.leaves]
+        self._take(examples, self._clip(done.inputs, gradients))
+
+    def discard(self) -> None:
+        super().discard()
+        if self._open is not None and any(leaf.grad is not None for leaf in self._open.leaves):
+            self._open = None
+
+    def _clip(self, inputs: Inputs, gradients: Sequence[Tensor]) -> Clipped:
+        """Sums of clipped gradients, given the gradient of every example's own loss at the outputs."""
         run = _Example(self, inputs)
         params = self._detached()
         count = len(gradients)
@@ -99,7 +145,7 @@ class MicrobatchEngine(DeferredEngine):
 
         def micro_batches() -> Iterator[dict[str, Tensor]]:
             with _same_random_numbers(inputs):
-                for first, stop in self._bounds(examples):
+                for first, stop in self._bounds(inputs.examples):
                     made = per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
                     for name, scale in self.scales.items():
                         made[name] = made[name].float() * scale.entries.view(params[name].shape)
@@ -162,6 +208,24 @@ def _inputs(args: Any, kwargs: Any, device: torch.device) -> Inputs:
         state.append(torch.cuda.get_rng_state(device))
     autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
     return Inputs(values, structure, mapped, examples, device, state, autocast)
+
+
+def _refuse_late(given_up: list[bool]) -> None:
+    if given_up:
+        raise QuellError(
+            "the model was called twice before a backward pass: use one forward pass per loss (for accuracies, call it "
+            "under torch.no_grad())"
+        )
+
+
+def _rows(leaves: Sequence[Tensor]) -> int:
+    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves if leaf.grad is not None}
+    if len(sizes) != 1 or None in sizes:
+        raise QuellError(
+            f"the loss uses outputs of shapes {[tuple(leaf.shape) for leaf in leaves]}, which do not have one row per "
+            "example: let the model return such outputs and compute the loss from them, one per example"
+        )
+    return int(sizes.pop() or 0)
 
 
 class _same_random_numbers(AbstractContextManager[None]):  # noqa: N801 - reads as a statement

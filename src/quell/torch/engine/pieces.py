@@ -18,11 +18,11 @@ from torch import Tensor
 
 from quell.torch.clipping import row_norms
 from quell.torch.engine import kernels
-from quell.torch.engine.bounds import gram_norms, token_norms
+from quell.torch.engine.bounds import gram_norms, token_norms, wide
 
 # Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but enough to be
 # worth a launch; on a CPU what stays in its cache.
-_MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 1 << 25
+_MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 9 << 22
 _IN_CACHE = 1 << 19
 
 _ROOM = 1 << 24  # numbers that a CPU may keep in any case, because making gradients of convolutions twice is slow there
@@ -160,14 +160,16 @@ class Patches:
 
     def norms(self) -> Tensor:
         found = [row_norms(self._whole(part)).float() for part in self._outer()]
-        return torch.cat(found) if found else torch.zeros(0, device=self.g.device)
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     def sum(self, weights: Tensor) -> Tensor:
-        found, first = torch.zeros((), device=weights.device), 0
+        found, first = None, 0
         for part in self._outer():
             chosen = weights[first : first + part.units // self.groups]
-            first += len(chosen)
-            found = found + _sum_of_rows(self._whole(part), chosen)
+            first += part.units // self.groups
+            added = _sum_of_rows(self._whole(part), chosen)
+            found = added if found is None else found.add_(added)
+        assert found is not None
         return found
 
     def rows(self, shape: torch.Size) -> Rows:
@@ -267,11 +269,6 @@ def _sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
 
 def _unit(values: Tensor) -> float:
     return float(torch.finfo(values.dtype).eps)
-
-
-def wide(values: Tensor) -> Tensor:
-    """In float32, or float64 if it is that."""
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _product(g: Tensor, a: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from quell.errors import QuellError
 from quell.torch.engine import kernels
-from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Tokens, kept, wide
+from quell.torch.engine.bounds import wide, wide_type
+from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Tokens, kept
 from quell.torch.sharding import is_sharded
 from quell.torch.standardised import StandardisedConv2d, brought_back
 
@@ -27,21 +28,16 @@ Pieces = Iterable[tuple[str, Piece]]
 Rule = Callable[[Any, tuple[Tensor, ...], tuple[Tensor, ...], int], Pieces]  # layer, inputs, gradients, rows of a unit
 
 
-def linear(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+def linear(layer: Any, inputs: Any, gradients: Any, rows: int, transposed: bool = False) -> Pieces:
     g = positions(gradients[0], rows)
     a = positions(inputs[0], rows).to(g.dtype)
     if layer.weight.requires_grad:
-        yield "weight", kept(Outer(g, a), layer.weight.shape)
-    yield from _bias(layer, g)
+        yield "weight", kept(Outer(a, g) if transposed else Outer(g, a), layer.weight.shape)
+    if getattr(layer, "bias", None) is not None and layer.bias.requires_grad:
+        yield "bias", summed(g)
 
 
-def transposed_linear(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
-    """Hugging Face's Conv1D, whose weight is (inputs, outputs)."""
-    g = positions(gradients[0], rows)
-    a = positions(inputs[0], rows).to(g.dtype)
-    if layer.weight.requires_grad:
-        yield "weight", kept(Outer(a, g), layer.weight.shape)
-    yield from _bias(layer, g)
+transposed_linear: Rule = partial(linear, transposed=True)  # Hugging Face's Conv1D, whose weight is (inputs, outputs)
 
 
 def embedding(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
@@ -65,7 +61,7 @@ def convolution(
         patches = Patches(g, x, partial(_unfold, layer), width, layer.groups, through)
         yield "weight", kept(patches, layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
-        yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=torch.float64 if g.dtype == torch.float64 else torch.float32))
+        yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=wide_type(g)))
 
 
 def standardised_convolution(
@@ -137,16 +133,9 @@ def positions(values: Tensor, rows: int) -> Tensor:
     return values.reshape(units, values.numel() // (units * width) if units else rows, width)
 
 
-def _bias(layer: Any, g: Tensor) -> Pieces:
-    if getattr(layer, "bias", None) is not None and layer.bias.requires_grad:
-        yield "bias", summed(g)
-
-
 def summed(g: Tensor) -> Rows:
     """The gradient of a bias: the sum over positions."""
-    return Rows(
-        g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32)
-    )
+    return Rows(g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=wide_type(g)))
 
 
 def _unfold(layer: Any, x: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Stacked, Tokens, wide
+from quell.torch.engine.bounds import wide
+from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Stacked, Tokens
 from quell.torch.engine.together import Tied
 
 

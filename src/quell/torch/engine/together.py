@@ -5,8 +5,9 @@ Where an embedding is the output layer too, its gradient is that of the tokens a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quell.torch.engine import kernels
-from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, wide
+from quell.torch.engine.bounds import wide
+from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of
 
 _SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
@@ -66,40 +68,31 @@ class Tied:
 
 
 def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
-    """The norms of many pieces, those of one shape by one launch, because every launch costs the host time."""
-    found: dict[int, Tensor] = {}
-    for group in _groups(pieces):
-        first = pieces[group[0]]
-        if isinstance(first, Outer):
-            norms = kernels.gram_norms([(pieces[i].g, pieces[i].a) for i in group])  # type: ignore[attr-defined]
-        else:
-            norms = kernels.row_norms([pieces[i].flat for i in group])  # type: ignore[attr-defined]
-        found.update(zip(group, norms, strict=True))
-    return [found[i] if i in found else piece.norms() for i, piece in enumerate(pieces)]
+    """The norms of many pieces, those of one kind and shape by one launch, because every launch costs the host time."""
+    return _in_groups(pieces, kernels.gram_norms, kernels.row_norms, lambda piece: piece.norms())
 
 
 def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
     """The weighted sums of many pieces, likewise."""
-    found: dict[int, Tensor] = {}
-    for group in _groups(pieces):
-        first = pieces[group[0]]
-        if isinstance(first, Outer):
-            sums = kernels.weighted_sums([(pieces[i].g, pieces[i].a) for i in group], weights)  # type: ignore[attr-defined]
-        else:
-            sums = kernels.sums_of_rows([pieces[i].flat for i in group], weights)  # type: ignore[attr-defined]
-        found.update(zip(group, sums, strict=True))
-    return [found[i] if i in found else piece.sum(weights) for i, piece in enumerate(pieces)]
+    of_outer = partial(kernels.weighted_sums, weights=weights)
+    of_rows = partial(kernels.sums_of_rows, weights=weights)
+    return _in_groups(pieces, of_outer, of_rows, lambda piece: piece.sum(weights))
 
 
-def _groups(pieces: Sequence[Piece]) -> Iterable[list[int]]:
-    """Places of pieces that one kernel can serve together: of one kind and one shape."""
-    found: dict[Any, list[int]] = {}
+def _in_groups(pieces: Sequence[Any], of_outer: Any, of_rows: Any, alone: Callable[[Piece], Tensor]) -> list[Tensor]:
+    groups: dict[Any, list[int]] = {}
     for place, piece in enumerate(pieces):
         if isinstance(piece, Outer) and piece.positions > 1 and kernels.take(piece.g, piece.a):
-            found.setdefault((piece.g.shape, piece.a.shape, piece.g.dtype), []).append(place)
+            groups.setdefault((piece.g.shape, piece.a.shape, piece.g.dtype), []).append(place)
         elif isinstance(piece, Rows) and kernels.take_rows(piece.values):
-            found.setdefault((piece.units, piece.values.numel(), piece.values.dtype), []).append(place)
-    return found.values()
+            groups.setdefault((piece.units, piece.values.numel(), piece.values.dtype), []).append(place)
+    found: dict[int, Tensor] = {}
+    for group in groups.values():
+        own = [pieces[place] for place in group]
+        outer = isinstance(own[0], Outer)
+        made = of_outer([(piece.g, piece.a) for piece in own]) if outer else of_rows([piece.flat for piece in own])
+        found.update(zip(group, made, strict=True))
+    return [found[place] if place in found else alone(piece) for place, piece in enumerate(pieces)]
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
