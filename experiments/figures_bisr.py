@@ -25,7 +25,7 @@ SETTINGS = ((1.0, 0.0), (0.999, 0.0), (1.0, 0.9))
 
 def rmse(family: str, n: int, k: int, alpha: float, beta: float, **parameters: Parameter) -> float | None:
     """Sensitivity × ‖A·C⁻¹‖_F/√n; None where the family does not exist for the workload or finds no optimum."""
-    task, cycle = workload.sgd(n, beta, alpha), Cyclic.from_epochs(n, k)
+    task, cycle = workload.sgd(n, beta, alpha), Cyclic(n, n // k)
     try:
         built = strategy.build(family, task, cycle.participation, None, **parameters)
         return sensitivity(built, cycle.participation).value * error(built, task).rmse

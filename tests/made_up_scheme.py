@@ -41,10 +41,6 @@ class Halves(Scheme):
         return bands <= 2
 
     @property
-    def participation(self) -> Participation:
-        return Participation(self.steps, 2)
-
-    @property
     def separation(self) -> int:
         return 2
 

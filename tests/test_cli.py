@@ -90,7 +90,7 @@ def test_a_false_plan_fails_loudly(saved, tmp_path):
     path.write_text(saved[0].read_text().replace('"epsilon": 4.0', '"epsilon": 1.0'))
     result = fresh_process("verify", str(path))
     assert result.returncode == 1
-    assert "is not a true plan" in " ".join(result.stderr.split())
+    assert "claims are false" in " ".join(result.stderr.split())
     asked = CliRunner().invoke(cli.app, ["verify", str(path), "--json"])
     assert (asked.exit_code, json.loads(asked.stdout)["true"]) == (1, False)
 

@@ -247,7 +247,7 @@ def test_an_interrupted_save_leaves_the_old_file(plan, saved, monkeypatch):
     def crash(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(file.os, "replace", crash)
+    monkeypatch.setattr("os.replace", crash)
     with pytest.raises(KeyboardInterrupt):
         plan.save(saved)
     assert saved.read_text() == before

@@ -20,7 +20,6 @@ from quell.schemes import (
     Cyclic,
     CyclicPoisson,
     Poisson,
-    batches,
     randomness,
     scheme,
 )
@@ -57,7 +56,7 @@ def test_streams_are_functions_of_key_and_step(chosen):
     np.testing.assert_array_equal(stream.at(11), whole[11])
     assert all(batch.dtype == np.int64 for batch in whole)
     if chosen != Cyclic(23, 5):
-        other = list(batches(chosen, 1000, secrets.token_bytes(32)))
+        other = list(Batches(chosen, 1000, secrets.token_bytes(32)))
         assert any(len(a) != len(b) or np.any(a != b) for a, b in zip(whole, other, strict=True))
 
 
@@ -124,8 +123,8 @@ def test_b_min_sep_is_stationary_and_balls_in_bins_at_rate_one():
 
 
 def test_empty_batches_are_legal():
-    assert any(len(batch) == 0 for batch in batches(Poisson(50, 0.01), 3, KEY))
-    assert any(len(batch) == 0 for batch in batches(BallsInBins(20, 20), 3, KEY))
+    assert any(len(batch) == 0 for batch in Batches(Poisson(50, 0.01), 3, KEY))
+    assert any(len(batch) == 0 for batch in Batches(BallsInBins(20, 20), 3, KEY))
 
 
 @given(st.integers(1, 3000), st.floats(1e-4, 1.0), st.integers(0, 2**40))
@@ -163,7 +162,7 @@ def test_logarithms_are_accurate_and_the_stream_is_pinned():
     np.testing.assert_allclose(randomness._log(values), np.log(values), rtol=1e-14)
     assert words(KEY, "pin", 3, 2).tolist() == [15324713588993834264, 1176196323959817945]
     assert Batches(BallsInBins(8, 4), 20, KEY).at(1).tolist() == Batches(BallsInBins(8, 4), 20, KEY).at(5).tolist()
-    assert [batch.tolist() for batch in batches(Poisson(3, 0.2), 12, KEY)] == [[2, 6], [6], [3, 7, 8]]
+    assert [batch.tolist() for batch in Batches(Poisson(3, 0.2), 12, KEY)] == [[2, 6], [6], [3, 7, 8]]
 
 
 def test_ten_million_examples_take_seconds_and_four_bytes_each():
@@ -171,7 +170,7 @@ def test_ten_million_examples_take_seconds_and_four_bytes_each():
     assert len(stream.at(3)) == pytest.approx(2e5, rel=0.02)
     order, _ = stream._groups
     assert order.nbytes == 4 * 10**7
-    first = next(batches(Poisson(100, 1e-6), 10**8, KEY))
+    first = next(iter(Batches(Poisson(100, 1e-6), 10**8, KEY)))
     assert len(first) < 200
 
 
@@ -215,4 +214,4 @@ def test_every_scheme_can_be_built_by_name():
         takes = {field.name for field in dataclasses.fields(kind)} - {"shuffle", "participations"}
         chosen = scheme(name, **{option: options[option] for option in takes})
         assert type(chosen) is kind
-        assert len(list(itertools.islice(batches(chosen, 10, KEY), 12))) == 12
+        assert len(list(itertools.islice(Batches(chosen, 10, KEY), 12))) == 12

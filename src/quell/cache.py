@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -77,12 +76,5 @@ def _load(path: Path, question: str) -> Entry | None:
 
 def _store(path: Path, question: str, array: Array, facts: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, array=array, question=question, facts=json.dumps(facts), digest=digest(array))
-        os.replace(temporary, path)
-    except BaseException:  # Ctrl-C too must not leave the temporary file behind
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with files.whole(path, 0o600) as file:
+        np.savez(file, array=array, question=question, facts=json.dumps(facts), digest=digest(array))

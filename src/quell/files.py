@@ -1,4 +1,4 @@
-"""Files that people hand to Quell: ordinary ones, of a bounded size.
+"""Files that people hand to Quell: ordinary ones, of a bounded size. And files that are written whole or not at all.
 
 A path can name a pipe that nobody writes to, or a device that never ends. Neither may hang a program or fill the
 memory of a machine that only meant to check a plan.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,6 +71,22 @@ def read(path: str | Path, most: int) -> bytes:
     if len(content) > most:
         raise _too_long(path, most)
     return content
+
+
+@contextmanager
+def whole(path: str | Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` at the end of the block: a crash leaves the old one."""
+    path = Path(path)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.chmod(draft, mode)
+        os.replace(draft, path)
+    except BaseException:  # Ctrl-C too must not leave the draft behind
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
 
 
 def _too_long(path: str | Path, most: int) -> QuellError:

@@ -21,9 +21,7 @@ from quell.algebra import series, streaming
 from quell.errors import QuellError, require_finite
 from quell.participation import Participation
 
-_LEAST_SHARE = (
-    1e-30  # of the largest learning rate: float32 weights end at 1e-8, float64 arithmetic on ratios far below
-)
+_LEAST_SHARE = 1e-30  # of the largest learning rate: float32 weights end at 1e-8, float64 ratios far below
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,10 +168,7 @@ def sgd(
     array([0.5  , 0.75 , 0.875])
     """
     steps = Participation.single(steps).steps  # one place decides how many steps a run may have
-    momentum, weight_decay = (
-        require_finite("momentum", momentum),
-        require_finite("weight_decay", weight_decay),
-    )
+    momentum, weight_decay = require_finite("momentum", momentum), require_finite("weight_decay", weight_decay)
     if not 0 <= momentum < weight_decay <= 1:
         raise QuellError(
             f"momentum={momentum:g} and weight_decay={weight_decay:g} must satisfy 0 <= momentum < weight_decay <= 1: "

@@ -20,7 +20,7 @@ from quell.strategy.structure import ToeplitzStrategy, describe
 if TYPE_CHECKING:
     from quell.planning import Mechanism
 
-CERTIFIED = "certified for these steps"
+CERTIFIED, WHOLE = "certified for these steps", "the whole run's, an upper bound"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def spent(mechanism: Mechanism, scheme: Scheme, step: int, released: int) -> tup
         prefix = privacy.epsilon(leading_block(strategy, t), shorter, whole.noise_multiplier, whole.delta)
         if prefix.epsilon < whole.epsilon:
             return prefix.epsilon, CERTIFIED if t == step else f"of the {t:,} steps released"
-    return whole.epsilon, "the whole run's, an upper bound" if t < strategy.steps else "the whole run's"
+    return whole.epsilon, WHOLE if t < strategy.steps else "the whole run's"
 
 
 def leading_block(strategy: ToeplitzStrategy, steps: int) -> ToeplitzStrategy:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quell._types import Array
-from quell.adapters.report import CERTIFIED, spent
+from quell.adapters.report import CERTIFIED, WHOLE, spent
 from quell.analysis.error import noise_variances
 from quell.errors import QuellError, at_least
 from quell.noise import Key
@@ -27,9 +27,10 @@ class SoFar:
     """The columns of a log that follow from the plan and from norms of what was released."""
 
     def __init__(self, mechanism: Mechanism, batches: Batches, max_grad_norm: float, elements: int) -> None:
-        self._spent, self._elements = SpentSoFar(mechanism, batches), elements
+        self._mechanism, self._batches, self._elements = mechanism, batches, elements
         self._steps, self._batch = mechanism.strategy.steps, batches.expected_size
         self._expected = expected_norms(mechanism, max_grad_norm, elements)
+        self._known: tuple[int, tuple[float, str]] = (0, (0.0, "nothing was released"))
 
     def row(self, step: int, released: int, squares: Sequence[float]) -> dict[str, Any]:
         """The row after `step` steps.
@@ -43,7 +44,7 @@ class SoFar:
             Values by column. The norm of the gradient below the noise is estimated by E‖g + z‖² = ‖g‖² + E‖z‖²; the
             noise z that was drawn is secret, and not looked at.
         """
-        epsilon, kind = self._spent(released)
+        epsilon, kind = self._spent_so_far(released)
         found = sum(squares) / len(squares)
         row: dict[str, Any] = {
             "step": step,
@@ -61,31 +62,19 @@ class SoFar:
         row["noise_to_signal"] = math.sqrt(expected / (found - expected)) if seen else None
         return row
 
+    def _spent_so_far(self, released: int) -> tuple[float, str]:
+        """ε of all steps released so far, or a little more, and what it was certified for. Cheap enough to ask often.
 
-class SpentSoFar:
-    """ε of all steps released so far, or a little more, and what it was certified for. Cheap enough to ask often.
-
-    Steps are counted up to the next of eight numbers per doubling. A promise for more steps holds for fewer, and a run
-    of a million steps then asks the accountant some 150 times.
-    """
-
-    def __init__(self, mechanism: Mechanism, batches: Batches) -> None:
-        self._mechanism, self._scheme = mechanism, batches.scheme
-        self._known: tuple[int, tuple[float, str]] = (0, (0.0, "nothing was released"))
-
-    def __call__(self, released: int) -> tuple[float, str]:
-        counted = counted_up(released, self._mechanism.strategy.steps)
+        Steps are counted up to the next of eight numbers per doubling. A promise for more steps holds for fewer, and a
+        run of a million steps then asks the accountant some 150 times.
+        """
+        counted = counted_up(released, self._steps)
         if counted != self._known[0]:
-            self._known = counted, spent(self._mechanism, self._scheme, counted, counted)
+            self._known = counted, spent(self._mechanism, self._batches.scheme, counted, counted)
         epsilon, kind = self._known[1]
-        if counted > released and kind == CERTIFIED:
-            kind = f"certified for the first {counted:,} steps, an upper bound"
-        elif counted > released:
-            kind = WHOLE
+        if counted > released:
+            kind = f"certified for the first {counted:,} steps, an upper bound" if kind == CERTIFIED else WHOLE
         return epsilon, kind
-
-
-WHOLE = "the whole run's, an upper bound"
 
 
 def counted_up(released: int, steps: int) -> int:

@@ -8,7 +8,7 @@ not known exactly it is bounded from below, so the result stays a lower bound.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from scipy import linalg
@@ -21,40 +21,31 @@ from quell.workload import Workload
 _SMALL = 1024  # steps up to which singular values are computed outright
 
 
-@dataclass(frozen=True)
-class ErrorBound:
-    """No factorisation of the workload has RMSE/σ_{ε,δ} below `value`; `method` names the bound that gave it."""
-
-    value: float
-    method: str
-
-
-def lower_bound(workload: Workload, participation: Participation) -> ErrorBound:
-    """The best of the known lower bounds.
+def lower_bound(workload: Workload, participation: Participation) -> float:
+    """No factorisation of the workload has RMSE/σ_{ε,δ} below this: the best of the known bounds.
 
     >>> from quell.workload import prefix
     >>> lower_bound(prefix(4), Participation(4, separation=1))
-    ErrorBound(value=2.7386127875258306, method='participation')
+    2.7386127875258306
     """
     require_same_steps(workload=workload.steps, participation=participation.steps)
-    candidates = (participation_bound(workload, participation), nuclear_bound(workload, participation))
-    return max(candidates, key=lambda bound: bound.value)
+    return max(participation_bound(workload, participation), nuclear_bound(workload, participation))
 
 
-def participation_bound(workload: Workload, participation: Participation) -> ErrorBound:
+def participation_bound(workload: Workload, participation: Participation) -> float:
     """‖Aπ‖/√n for the leftmost pattern, the heaviest one when A is non-negative and non-increasing down its
     columns."""
     pattern = np.zeros(workload.steps)
     pattern[participation.first_steps()] = 1.0
     moved = workload.apply(pattern)
-    return ErrorBound(math.sqrt(float(np.mean(np.square(moved)))), "participation")
+    return math.sqrt(float(np.mean(np.square(moved))))
 
 
-def nuclear_bound(workload: Workload, participation: Participation) -> ErrorBound:
+def nuclear_bound(workload: Workload, participation: Participation) -> float:
     """√(q/n)·‖A‖_* with q the share of patterns that cover a step."""
     n, b, k = participation.steps, participation.separation, participation.count
     coverage = min(1.0, k / -(-n // b)) / b
-    return ErrorBound(math.sqrt(coverage / n) * nuclear_norm(workload), "nuclear norm")
+    return math.sqrt(coverage / n) * nuclear_norm(workload)
 
 
 def nuclear_norm(workload: Workload) -> float:

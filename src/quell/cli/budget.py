@@ -17,7 +17,7 @@ from quell.cli import options, terminal
 from quell.cli.help import Group
 from quell.cli.help import add as add_command
 from quell.planning import Plan
-from quell.show import many_runs, tables
+from quell.show import many_runs
 
 HELP = """
 What all runs on one data set may spend together, and have spent.
@@ -92,14 +92,8 @@ def verify(
     """Recompute every number in a budget from the plans in it."""
     with terminal.progress():
         checks = Budget(file).verify([Plan.load(path) for path in plans or ()])
-    false = [check for check in checks if not check.holds]
-    if as_json:
-        terminal.print_json({"file": str(file), "true": not false, "checks": [vars(check) for check in checks]})
-    elif false:
-        terminal.errors.print(tables.check_table(checks))
-    else:
-        terminal.say(f"{file}: all {len(checks)} claims hold.")
-    if false:
+    terminal.report(file, checks, as_json)
+    if not all(check.holds for check in checks):
         raise typer.Exit(1)
 
 

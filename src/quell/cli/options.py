@@ -184,17 +184,15 @@ def flag(name: str) -> str:
 
 def run_of(command: str, given: Given) -> Run:
     """The run of `run_options` and `mechanism_options`, given by its data or by its steps."""
-    needed = ("mechanism", "epochs", "epsilon")
-    trained = {name: given[name] for name in ("momentum", "weight_decay", "adaptive", "ema")}
-    trained["learning_rates"] = given["schedule"]
+    needed = {name: given[name] for name in ("mechanism", "epochs", "epsilon")}
     if given["steps"] is None:
-        require(command, {name: given[name] for name in needed} | data_needed(given))
+        require(command, needed | data_needed(given))
         counted, _ = users.population(given["examples"], given["users"], given["user_column"])
-        return Run.from_data(**{**counted, **_promise(given, "batch_size", "participations"), **trained})
-    require(command, {name: given[name] for name in (*needed, "delta")})
+        return Run.from_data(**{**counted, **_run(given, "batch_size", "participations")})
+    require(command, needed | {"delta": given["delta"]})
     if twice := [flag(name) for name in (*_PEOPLE, "batch_size", "participations") if given[name] is not None]:
         raise QuellError(f"--steps stands for a run without data, so it does not go with {', '.join(twice)}: drop one")
-    return Run.from_steps(**_promise(given, "steps"), **trained)
+    return Run.from_steps(**_run(given, "steps"))
 
 
 _PEOPLE = ("examples", "users", "user_column")
@@ -206,17 +204,28 @@ def data_needed(given: Given) -> Given:
     return count | {"batch_size": given["batch_size"]}
 
 
-def _promise(given: Given, *more: str) -> Given:
-    names = ("epochs", "epsilon", "delta", "sampling", "separation", *more)
-    return {name: given[name] for name in names if given[name] is not None}
-
-
 def data_of(given: Given) -> Given:
     """The arguments of `Run.from_data` that were given, except for how many examples or users there are."""
-    run = ("batch_size", "epochs", "epsilon", "delta", "sampling", "separation", "participations")
-    rest = ("momentum", "weight_decay", "adaptive", "ema", "draws", "objective")
-    found = {name: given[name] for name in (*run, *rest) if given.get(name) is not None}
-    return found | {"learning_rates": given["schedule"], "memory": memory_of(given["memory"], given["parameters"])}
+    memory = memory_of(given["memory"], given["parameters"])
+    return _run(given, "batch_size", "participations", "draws", "objective") | {"memory": memory}
+
+
+def _run(given: Given, *more: str) -> Given:
+    """What was given of the promise and the optimizer, and more, as `Run` takes it."""
+    names = (
+        "epochs",
+        "epsilon",
+        "delta",
+        "sampling",
+        "separation",
+        "momentum",
+        "weight_decay",
+        "adaptive",
+        "ema",
+        *more,
+    )
+    found = {name: given[name] for name in names if given.get(name) is not None}
+    return found | {"learning_rates": given["schedule"]}
 
 
 def values_of(given: Given) -> dict[str, list[Parameter]]:

@@ -8,12 +8,15 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from quell.show.bar import Advance, progress_bar
+
+if TYPE_CHECKING:
+    from quell.planning.file import Check
 
 _WIDTH = 120  # of output that does not go to a terminal
 console = Console()
@@ -67,6 +70,20 @@ def say_written(paths: Sequence[Path | None]) -> None:
 
 def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
+
+
+def report(file: Path, checks: Sequence[Check], as_json: bool, **more: Any) -> None:
+    """Whether the claims of a file hold, as sentences and a table or as JSON, with `more` in it."""
+    from quell.show.tables import check_table  # which needs what a plan needs
+
+    false = [check for check in checks if not check.holds]
+    if as_json:
+        print_json({"file": str(file), "true": not false, "checks": [vars(check) for check in checks], **more})
+    elif false:
+        errors.print(check_table(checks))
+        errors.print(f"{file}: {len(false)} of {len(checks)} claims are false.", markup=False, style="red")
+    else:
+        say(f"{file}: all {len(checks)} claims hold.")
 
 
 def progress() -> AbstractContextManager[Advance]:

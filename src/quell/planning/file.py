@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +21,10 @@ from quell import files
 from quell.analysis.sensitivity import sensitivity
 from quell.costs import TimeLimit
 from quell.errors import QuellError, short
-from quell.planning import version2
+from quell.planning import shapes, version2
 from quell.planning.mechanism import Mechanism
 from quell.planning.planner import COMPARISONS, FORMAT, VERSION, Plan, recommend
 from quell.planning.prices import Prices
-from quell.planning.shapes import are_numbers, are_plain, is_plain, is_solution, odd_rows
 from quell.run import Run
 from quell.schemes import SCHEMES
 from quell.strategy import find
@@ -36,16 +33,37 @@ MOST_BYTES = 1 << 27  # plans have a few megabytes at most
 _TOLERANCE = 1e-9
 _ESTIMATED = 0.02  # of the yardstick in files of version 2, if batches are random: it was estimated in another way
 _DENSE = 512
-_OPTIONAL = {"ema"}  # where the plan is for averaged weights
 _LONG = 200  # characters of a file's own words that are shown
-_PARTS = {"format", "version", "run", "yardsticks", "recommended", "mechanisms"}
-_RUN = {"batch_size", "epochs", "sampling", "objective", "promise", "optimizer", "limits"}
-_GROUPS = {
-    "promise": {"epsilon", "delta", "unit"},
-    "optimizer": {"momentum", "weight_decay", "learning_rates", "adaptive"},
-    "limits": {"memory", "draws", "time_limit"},
+
+_PLAIN = {shapes.REST: shapes.PLAIN}
+_GROUPS = {  # of a run's arguments
+    "promise": dict.fromkeys(("epsilon", "delta", "unit"), shapes.SETTING),
+    "optimizer": {
+        **dict.fromkeys(("momentum", "weight_decay", "adaptive", "ema?"), shapes.SETTING),
+        "learning_rates": shapes.is_schedule,
+    },
+    "limits": {**dict.fromkeys(("memory", "draws"), shapes.SETTING), "time_limit": object},
 }
-_DATA = ({"examples"}, {"users"}, {"groups"}, {"examples", "separation", "participations"})  # one of these is there too
+_DATA = ("examples?", "users?", "groups?", "separation?", "participations?")  # which go together is up to `Run`
+_PLAN = {
+    "format": str,
+    "version": shapes.PLAIN,
+    "run": {
+        **dict.fromkeys((*_DATA, "batch_size", "epochs", "sampling", "objective"), shapes.SETTING),
+        **_GROUPS,
+    },
+    "yardsticks": _PLAIN,
+    "recommended": shapes.PLAIN,
+    "mechanisms": object,
+}
+_ROW = {
+    "family": str,
+    "parameters": _PLAIN,
+    "solution?": shapes.is_solution,
+    "noise": {"multiplier": float, **_PLAIN},
+    "error": _PLAIN,
+    "guarantee": {"sampling": str, **_PLAIN},
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +83,6 @@ def text_of(content: dict[str, Any]) -> str:
 
 def write(content: dict[str, Any], path: str | Path) -> None:
     """Write a plan as JSON, atomically."""
-    target = Path(path)
     text = text_of(content)
     if len(text) > MOST_BYTES:
         raise QuellError(
@@ -73,17 +90,10 @@ def write(content: dict[str, Any], path: str | Path) -> None:
             "keep fewer mechanisms, or name a schedule instead of listing its learning rates"
         )
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)  # a plan holds no secrets; colleagues verify it
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with files.whole(path) as file:  # a plan holds no secrets; colleagues verify it
+            file.write(text.encode())
     except OSError as problem:
-        raise QuellError(f"cannot write the plan to {target}: {problem.strerror}") from problem
+        raise QuellError(f"cannot write the plan to {path}: {problem.strerror}") from problem
 
 
 def verify(path: str | Path) -> list[Check]:
@@ -115,7 +125,7 @@ def checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     """All checks, and the plan if every mechanism in it could be built."""
     content = _read(path)
     old = content["version"] == version2.VERSION
-    if wrong := version2.misshapen(content) if old else _misshapen(content):
+    if wrong := version2.misshapen(content) if old else shapes.odd_plan(content, _PLAN, _ROW):
         raise QuellError(f"{path} is damaged: {wrong}; make a new plan")
     prices = Prices(version2.run_of(content["setup"]) if old else _run_of(content["run"]))
     stated: list[dict[str, Any]] = content["mechanisms"]
@@ -153,7 +163,7 @@ def certified(run: object, row: object) -> tuple[Prices, Mechanism]:
     """
     content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "run": run, "yardsticks": {}}
     content |= {"recommended": 0, "mechanisms": [row]}
-    if wrong := _misshapen(content):
+    if wrong := shapes.odd_plan(content, _PLAN, _ROW):
         raise QuellError(f"a plan is damaged: {wrong}")
     prices = Prices(_run_of(content["run"]))
     try:
@@ -180,48 +190,6 @@ def _read(path: str | Path) -> dict[str, Any]:
             "use the Quell that wrote it, or make a new plan"
         )
     return content
-
-
-def _misshapen(content: dict[str, Any]) -> str | None:
-    """The first part of a file that has the wrong shape, in words; None if there is none.
-
-    Whether values are right is checked later, by `Run`, the strategies and the accountants. They can rely on strings,
-    numbers and lists of numbers where a plan has them, and on no more rows than a plan may have.
-    """
-    if set(content) != _PARTS:
-        return "it does not have the parts of a plan"
-    run = content["run"]
-    if not isinstance(run, dict) or all(set(run) != _RUN | data for data in _DATA):
-        return "its run does not have the parts of a run"
-    for name, value in run.items():
-        if name in _GROUPS and (not isinstance(value, dict) or set(value) - _OPTIONAL != _GROUPS[name]):
-            return f"run.{name}={short(value)} does not have the parts that a run has there"
-        for key, inner in value.items() if name in _GROUPS else ((name, value),):
-            listed = key == "learning_rates" and are_numbers(inner)
-            if not (listed or key == "time_limit" or inner is None or is_plain(inner)):
-                return f"run.{key}={short(inner)} is not what a run has there"
-    if not are_plain(content["yardsticks"]):
-        return f"yardsticks={short(content['yardsticks'])} are not what a plan has there"
-    return odd_rows(content, _odd)
-
-
-def _odd(row: object) -> str | None:
-    """The first part of a row that has the wrong shape, in words; None if there is none."""
-    if not isinstance(row, dict):
-        return f"{short(row)} is not a mechanism"
-    if type(row.get("family")) is not str:
-        return f"family={short(row.get('family'))} is missing or of the wrong kind"
-    for name in ("parameters", "noise", "error", "guarantee"):
-        if not are_plain(row.get(name)):
-            return f"{name}={short(row.get(name))} is missing or of the wrong kind"
-    if type(row["noise"].get("multiplier")) is not float:
-        return f"noise.multiplier={short(row['noise'].get('multiplier'))} is missing or of the wrong kind"
-    if type(row["guarantee"].get("sampling")) is not str:
-        return f"guarantee.sampling={short(row['guarantee'].get('sampling'))} is missing or of the wrong kind"
-    if "solution" in row and not is_solution(row["solution"]):
-        return f"solution={short(row['solution'])} is not what a row has there"
-    known = {"family", "parameters", "noise", "error", "guarantee", "solution"}
-    return next((f"{short(name)} is not a part of a row" for name in row if name not in known), None)
 
 
 def _run_of(content: dict[str, Any]) -> Run:

@@ -117,7 +117,7 @@ class Prices:
     def lower_bound(self) -> float:
         """The best possible RMSE without amplification (Proof 2 in docs/proofs.md)."""
         bound = bounds.lower_bound(self.run.workload, self.run.participation)
-        return bound.value * gaussian_sigma(self.run.epsilon, self.run.delta)
+        return bound * gaussian_sigma(self.run.epsilon, self.run.delta)
 
     def equivalent_epsilon(self, mechanism: Mechanism) -> float:
         """About the ε at which DP-SGD, under its best scheme, has the mechanism's RMSE."""

@@ -96,25 +96,27 @@ def changes(plan: Plan) -> Iterator[Change]:
     if run.own_pattern or run.examples is None or run.batch_size is None:
         return
     for what, twice in (("epochs", 2 * run.epochs), ("batch_size", 2 * run.batch_size)):
-        if isinstance(run.optimizer.learning_rates, tuple) or (what == "batch_size" and twice > run.examples):
-            continue
-        try:
-            with threadpool_limits(1):
-                other = run.changed(sampling=chosen.sampling, **{what: twice})
-                found = same_kind(chosen, Prices(other), run.participation.separation)
-        except QuellError:  # the mechanism does not go with that
-            continue
-        seen = other.epochs / run.epochs
-        yield Change(what, found, found.across_runs(objective, seen) / chosen.across_runs(objective, 1.0))
+        if (found := same_kind(plan, **{what: twice})) is not None:
+            seen = 2.0 if what == "epochs" else 1.0
+            yield Change(what, found, found.across_runs(objective, seen) / chosen.across_runs(objective, 1.0))
 
 
-def same_kind(chosen: Mechanism, prices: Prices, separation: int) -> Mechanism:
-    """An estimate of the plan's kind of mechanism for another run; `separation` is that of the plan's run."""
+def same_kind(plan: Plan, **changes: int) -> Mechanism | None:
+    """An estimate of the plan's kind of mechanism for its run with changes; None where the two do not go together."""
+    run, chosen = plan.run, plan.mechanism
+    if isinstance(run.optimizer.learning_rates, tuple):  # one number per step of this run
+        return None
     parameters = dict(chosen.strategy.parameters)
-    if HORIZON in parameters:
-        parameters[HORIZON] = max(2, int(parameters[HORIZON]) * prices.run.participation.separation // separation)
-    strategy = prices.build(chosen.name, **parameters)
-    return prices.estimate(strategy, chosen.scheme, chosen.noise_multiplier)
+    try:
+        prices = Prices(run.changed(sampling=chosen.sampling, **changes))
+        if HORIZON in parameters:
+            now, before = prices.run.participation.separation, run.participation.separation
+            parameters[HORIZON] = max(2, int(parameters[HORIZON]) * now // before)
+        with threadpool_limits(1):
+            strategy = prices.build(chosen.name, **parameters)
+            return prices.estimate(strategy, chosen.scheme, chosen.noise_multiplier)
+    except QuellError:
+        return None
 
 
 def plan_for_rmse(run: Run, target: float, progress: Progress | None = None) -> Plan:

@@ -17,7 +17,6 @@ from threadpoolctl import threadpool_limits
 from quell.errors import QuellError, require_count
 from quell.participation import Participation
 from quell.planning.planner import Plan
-from quell.planning.prices import Prices
 from quell.planning.questions import same_kind
 from quell.schemes.randomness import Indices
 
@@ -98,16 +97,9 @@ def user_limits(plan: Plan, counts: Indices, rows_per_user: int = 1, left_out: i
 def _limits(plan: Plan, counts: Indices, total: int, rows: Sequence[int]) -> Iterator[Limit]:
     run, chosen = plan.run, plan.mechanism
     for epochs in sorted({max(1, round(run.epochs * factor)) for factor in _FACTORS}):
-        found = chosen
-        if epochs != run.epochs:
-            if isinstance(run.optimizer.learning_rates, tuple):  # one number per step of this run
-                continue
-            try:
-                with threadpool_limits(1):
-                    other = Prices(run.changed(sampling=chosen.sampling, epochs=epochs))
-                    found = same_kind(chosen, other, run.participation.separation)
-            except QuellError:  # the mechanism does not go with that
-                continue
+        found = chosen if epochs == run.epochs else same_kind(plan, epochs=epochs)
+        if found is None:
+            continue
         error = found.rmse / chosen.rmse * run.epochs / epochs
         seen = {each: float(np.minimum(counts, each * epochs).sum() / total) for each in rows}
         yield Limit(epochs, found.noise_multiplier, error, seen)

@@ -9,45 +9,38 @@ from typing import Any
 
 from quell.costs import TimeLimit
 from quell.errors import QuellError, short
+from quell.planning import shapes
 from quell.planning.mechanism import Mechanism
 from quell.planning.prices import Prices
-from quell.planning.shapes import are_numbers, are_plain, is_plain, is_solution, odd_rows
 from quell.run import Run
 from quell.strategy import FAMILIES
 
 VERSION = 2
-_PARTS = {"format", "version", "setup", "recommended", "mechanisms"}
-_SETUP = {
-    *("examples", "batch_size", "epochs", "epsilon", "delta", "momentum", "weight_decay", "learning_rates", "memory"),
-    *("draws", "sampling", "objective", "adaptive", "time_limit", "separation", "participations"),
+_PLAIN = {shapes.REST: shapes.PLAIN}
+_SETTINGS = (
+    *("examples", "batch_size", "epochs", "epsilon", "delta", "momentum", "weight_decay", "memory", "draws"),
+    *("sampling", "objective", "adaptive", "separation", "participations"),
+)
+_SETUP = {"learning_rates": shapes.is_schedule, "time_limit": object}
+_PLAN = {
+    "format": str,
+    "version": shapes.PLAIN,
+    "setup": {**dict.fromkeys(_SETTINGS, shapes.SETTING), **_SETUP},
+    "recommended": shapes.PLAIN,
+    "mechanisms": object,
+}
+_ROW = {
+    **dict.fromkeys(("mechanism", "sampling"), str),
+    "noise_multiplier": float,
+    "solution?": shapes.is_solution,
+    "guarantee?": _PLAIN,
+    **_PLAIN,
 }
 
 
 def misshapen(content: dict[str, Any]) -> str | None:
-    """What in the content of a file is not of the kind that such a plan has there; None where everything is."""
-    if set(content) != _PARTS:
-        return "it does not have the parts of a plan"
-    setup = content["setup"]
-    if not isinstance(setup, dict) or set(setup) != _SETUP:
-        return "its setup does not have the parts of a set-up"
-    for name, value in setup.items():
-        listed = name == "learning_rates" and are_numbers(value)
-        if not (value is None or listed or name == "time_limit" or is_plain(value)):
-            return f"setup.{name}={short(value)} is not what a set-up has there"
-    return odd_rows(content, _odd)
-
-
-def _odd(row: object) -> str | None:
-    if not isinstance(row, dict):
-        return f"{short(row)} is not a mechanism"
-    for name, kind in (("mechanism", str), ("sampling", str), ("noise_multiplier", float)):
-        if type(row.get(name)) is not kind:
-            return f"{name}={short(row.get(name))} is missing or of the wrong kind"
-    for name, value in row.items():
-        plain = {"solution": is_solution, "guarantee": are_plain}.get(name, is_plain)(value)
-        if not plain:
-            return f"{short(name)}={short(value)} is not what a row has there"
-    return None
+    """The first part of such a plan that has the wrong shape, in words; None if there is none."""
+    return shapes.odd_plan(content, _PLAN, _ROW)
 
 
 def run_of(setup: dict[str, Any]) -> Run:

@@ -21,11 +21,11 @@ from typing import Any
 from quell.errors import QuellError
 from quell.schemes.b_min_sep import BMinSep
 from quell.schemes.balls_in_bins import BallsInBins
-from quell.schemes.batches import Batches, batches
+from quell.schemes.batches import Batches
 from quell.schemes.cyclic import Cyclic
 from quell.schemes.cyclic_poisson import CyclicPoisson
 from quell.schemes.poisson import Poisson
-from quell.schemes.scheme import Scheme, made_of
+from quell.schemes.scheme import Scheme
 
 __all__ = [
     "BEST",
@@ -38,7 +38,6 @@ __all__ = [
     "CyclicPoisson",
     "Poisson",
     "Scheme",
-    "batches",
     "named",
     "scheme",
     "suited",
@@ -90,5 +89,9 @@ def scheme(name: str, **options: Any) -> Scheme:
     if kind is None:
         raise QuellError(f"there is no sampling scheme {name!r}: use {', '.join(SCHEMES)}")
     own = fields(kind)  # type: ignore[arg-type]
-    required = [field.name for field in own if field.default is MISSING]
-    return made_of(kind, options, [field.name for field in own], required)
+    takes = [field.name for field in own]
+    if unknown := sorted(set(options) - set(takes)):
+        raise QuellError(f"{kind.name} does not take {', '.join(unknown)}{kind.unknown}; it takes {', '.join(takes)}")
+    if missing := [field.name for field in own if field.default is MISSING and field.name not in options]:
+        raise QuellError(f"{kind.name} needs {' and '.join(missing)} as well")
+    return kind(**options)

@@ -19,7 +19,7 @@ from quell.schemes.balls_in_bins import BallsInBins
 from quell.schemes.batches import Batches
 from quell.schemes.poisson import Poisson
 from quell.schemes.randomness import Indices, coin_flips, unit_interval, words
-from quell.schemes.scheme import Scheme, checked_rate
+from quell.schemes.scheme import Scheme
 from quell.strategy.structure import Strategy
 
 _BLOCK = 1 << 20
@@ -43,10 +43,6 @@ class BMinSep(Scheme):
     separation: int
     rate: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", checked_rate(self.rate))
-        super().__post_init__()
-
     @classmethod
     def for_run(cls, participation: Participation, bands: int) -> Self:
         return cls.of_fraction(participation.steps, bands, 1.0 / participation.separation)
@@ -65,10 +61,6 @@ class BMinSep(Scheme):
     @classmethod
     def suits(cls, bands: int, separation: int) -> bool:
         return bands <= separation
-
-    @property
-    def participation(self) -> Participation:
-        return Participation(self.steps, self.separation)
 
     @property
     def fraction(self) -> float:

@@ -46,14 +46,6 @@ class BallsInBins(Scheme):
     def suits(cls, bands: int, separation: int) -> bool:
         return separation <= _MOST_BINS
 
-    @property
-    def participation(self) -> Participation:
-        return Participation(self.steps, self.separation)
-
-    @property
-    def fraction(self) -> float:
-        return 1.0 / self.separation
-
     def batch(self, stream: Batches, step: int) -> Indices:
         return stream.members(step % self.separation)
 

@@ -88,15 +88,3 @@ class Batches:
     def shuffled(self) -> NDArray[np.unsignedinteger]:
         """All examples in a random order, drawn once."""
         return permuted(self.key, self.scheme.name, self.examples)
-
-
-def batches(scheme: Scheme, examples: int, key: bytes, start: int = 0) -> Iterator[Indices]:
-    """The batches of a scheme from step `start` on.
-
-    >>> import secrets
-    >>> from quell.schemes import BallsInBins
-    >>> sizes = [len(batch) for batch in batches(BallsInBins(6, 3), examples=100, key=secrets.token_bytes(32))]
-    >>> sum(sizes[:3]), sizes[:3] == sizes[3:]
-    (100, True)
-    """
-    return Batches(scheme, examples, key).starting(start)

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quell._types import Array
-from quell.errors import QuellError, require_count
 from quell.participation import Participation
 from quell.privacy.fixed import GaussianAccountant
 from quell.schemes.batches import Batches
@@ -45,21 +44,9 @@ class Cyclic(Scheme):
     def for_run(cls, participation: Participation, bands: int) -> Self:
         return cls(participation.steps, participation.separation, participations=participation.count)
 
-    @classmethod
-    def from_epochs(cls, steps: int, epochs: int) -> Self:
-        """The scheme of a run of `steps` steps over `epochs` epochs: separation is the steps of one epoch."""
-        steps, epochs = require_count("steps", steps), require_count("epochs", epochs)
-        if epochs > steps:
-            raise QuellError(f"epochs={epochs} do not fit into {steps} steps: an epoch needs at least one step")
-        return cls(steps, steps // epochs)
-
     @property
     def participation(self) -> Participation:
         return Participation(self.steps, self.separation, self.participations)
-
-    @property
-    def fraction(self) -> float:
-        return 1.0 / self.separation
 
     def batch(self, stream: Batches, step: int) -> Indices:
         b = self.separation

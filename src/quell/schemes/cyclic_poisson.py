@@ -15,7 +15,7 @@ from quell.privacy.subsampled import CoinAccountant
 from quell.schemes.batches import Batches
 from quell.schemes.poisson import coin_evidence, instead
 from quell.schemes.randomness import Indices, coin_flips
-from quell.schemes.scheme import Scheme, checked_rate
+from quell.schemes.scheme import Scheme
 from quell.strategy.structure import Strategy
 
 
@@ -33,10 +33,6 @@ class CyclicPoisson(Scheme):
     steps: int
     groups: int
     rate: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", checked_rate(self.rate))
-        super().__post_init__()
 
     @classmethod
     def for_run(cls, participation: Participation, bands: int) -> Self:
@@ -59,10 +55,6 @@ class CyclicPoisson(Scheme):
     @property
     def separation(self) -> int:
         return self.groups
-
-    @property
-    def participation(self) -> Participation:
-        return Participation(self.steps, self.groups)
 
     @property
     def fraction(self) -> float:

@@ -15,7 +15,7 @@ from quell.participation import Participation
 from quell.privacy.subsampled import CoinAccountant
 from quell.schemes.batches import Batches
 from quell.schemes.randomness import Indices, coin_flips
-from quell.schemes.scheme import Scheme, checked_rate
+from quell.schemes.scheme import Scheme
 from quell.strategy.structure import Strategy
 
 
@@ -30,13 +30,8 @@ class Poisson(Scheme):
     name: ClassVar[str] = "poisson"
     words: ClassVar[str] = "At every step each {unit} joins the batch at random, independently of all others."
     best_for_independent_noise: ClassVar[bool] = True
-    groups: ClassVar[int] = 1  # it is cyclic Poisson sampling with one group
     steps: int
     rate: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", checked_rate(self.rate))
-        super().__post_init__()
 
     @classmethod
     def for_run(cls, participation: Participation, bands: int) -> Self:
@@ -49,10 +44,6 @@ class Poisson(Scheme):
     @property
     def separation(self) -> int:
         return 1
-
-    @property
-    def participation(self) -> Participation:
-        return Participation(self.steps, separation=1)
 
     @property
     def fraction(self) -> float:
@@ -70,7 +61,7 @@ class Poisson(Scheme):
                 f"{strategy!r} has {strategy.bands:,} bands in C, but poisson sampling is priced for independent noise "
                 f"(1 band) only: {instead(strategy)}"
             )
-        return CoinAccountant.of(strategy, self.groups, self.rate)
+        return CoinAccountant.of(strategy, 1, self.rate)
 
 
 def coin_evidence(seen: Array, columns: Array, groups: int, rate: float) -> Array:

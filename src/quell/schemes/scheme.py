@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,9 @@ class Scheme(ABC):
     steps: int
 
     def __post_init__(self) -> None:
+        rate = getattr(self, "rate", 1.0)  # where a scheme has one, it is a probability
+        if not 0 < require_finite("rate", rate) <= 1:
+            raise QuellError(f"rate={rate:g} must lie between 0 and 1: it is expected batch size / examples")
         assert self.participation  # computing it refuses numbers that do not fit together
 
     @classmethod
@@ -64,20 +67,20 @@ class Scheme(ABC):
         """Whether a search should try it for a strategy with `bands` bands; it can always be asked for by name."""
         return True
 
-    @property
-    @abstractmethod
-    def participation(self) -> Participation:
-        """How often, and how far apart, one example can take part."""
-
     if TYPE_CHECKING:  # some schemes have it as a dataclass field, which a property here would override
 
         @property
         def separation(self) -> int: ...
 
     @property
-    @abstractmethod
+    def participation(self) -> Participation:
+        """How often, and how far apart, one example can take part."""
+        return Participation(self.steps, self.separation)
+
+    @property
     def fraction(self) -> float:
         """The expected share of the examples that a batch holds."""
+        return 1.0 / self.separation
 
     @property
     def breaks_promise(self) -> str | None:
@@ -123,19 +126,3 @@ class Scheme(ABC):
 def _accountant(scheme: Scheme, strategy: Strategy) -> Accountant:
     require_same_steps(strategy=strategy.steps, sampling=scheme.steps)
     return scheme.account(strategy)
-
-
-def checked_rate(rate: float) -> float:
-    """`rate` as a probability, or `QuellError`."""
-    if not 0 < require_finite("rate", rate) <= 1:
-        raise QuellError(f"rate={rate:g} must lie between 0 and 1: it is expected batch size / examples")
-    return float(rate)
-
-
-def made_of(kind: type[Scheme], options: dict[str, Any], takes: list[str], required: list[str]) -> Scheme:
-    """A scheme from its options, with unknown and missing ones refused."""
-    if unknown := sorted(set(options) - set(takes)):
-        raise QuellError(f"{kind.name} does not take {', '.join(unknown)}{kind.unknown}; it takes {', '.join(takes)}")
-    if missing := [option for option in required if option not in options]:
-        raise QuellError(f"{kind.name} needs {' and '.join(missing)} as well")
-    return kind(**options)

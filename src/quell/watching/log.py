@@ -166,10 +166,8 @@ class RunLog:
     def _begin(self, content: dict[str, Any]) -> None:
         if self.log.norms:
             os.chmod(self._path, 0o600)
-        path = self._path.with_name(ABOUT)
-        draft = path.with_name(f"{ABOUT}.{os.getpid()}.new")
-        draft.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        with files.whole(self._path.with_name(ABOUT)) as file:
+            file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
         os.ftruncate(self._file, 0)
         _write_all(self._file, _line(self.log.columns))
 

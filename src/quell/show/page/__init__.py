@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from quell import files
 from quell.errors import QuellError
 
 
 def write(page: str, path: str | Path, owner_only: bool = False) -> None:
     """Write a page to a file, whole or not at all: a browser may be reading it."""
-    path = Path(path)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        draft.unlink(missing_ok=True)
-        draft.touch(0o600 if owner_only else 0o666)
-        draft.write_text(page, encoding="utf-8")
-        os.replace(draft, path)
+        with files.whole(path, 0o600 if owner_only else 0o644) as file:
+            file.write(page.encode())
     except OSError as problem:
         raise QuellError(f"cannot write the page to {path}: {problem.strerror}") from problem
