@@ -262,13 +262,19 @@ def merged(pieces: list[Piece]) -> list[Piece]:
 
     Otherwise the norms of several pieces are added, which the triangle inequality allows.
     """
-    if len({piece.units for piece in pieces}) > 1:
+    if len(pieces) == 1 or len({piece.units for piece in pieces}) > 1:
         return pieces
-    if len(pieces) > 1 and all(isinstance(piece, Rows) for piece in pieces):
-        return [Rows(torch.stack([piece.values.float() for piece in pieces]).sum(0))]  # type: ignore[attr-defined]
-    if len(pieces) > 1 and all(isinstance(piece, Outer) for piece in pieces):
-        gs, as_ = zip(*((piece.g, piece.a) for piece in pieces), strict=True)  # type: ignore[attr-defined]
-        return [Outer(torch.cat(gs, dim=1), torch.cat(as_, dim=1))]
+    rows = [piece for piece in pieces if isinstance(piece, Rows)]
+    outer = [piece for piece in pieces if isinstance(piece, Outer)]
+    tokens = [piece for piece in pieces if isinstance(piece, Tokens)]
+    if rows and len(rows) + len(outer) == len(pieces):  # of sentences so short that rows were smaller, and of others
+        values = [*(piece.values for piece in rows), *(whole(piece).view_as(rows[0].values) for piece in outer)]
+        return [Rows(torch.stack([each.float() for each in values]).sum(0))]
+    if len(outer) == len(pieces):
+        return [Outer(torch.cat([piece.g for piece in outer], dim=1), torch.cat([piece.a for piece in outer], dim=1))]
+    if len(tokens) == len(pieces):
+        g, looked_up = torch.cat([piece._padded() for piece in tokens], 1), torch.cat([p.tokens for p in tokens], 1)
+        return [Tokens(g, looked_up, tokens[0].vocabulary, -1)]
     return pieces
 
 
