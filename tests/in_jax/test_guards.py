@@ -196,7 +196,7 @@ def test_other_trees_shapes_and_dtypes_are_refused() -> None:
     with pytest.raises(QuellError, match="no arrays"):
         privatize(cases.spec("independent"), {}, key=seeded(1), **FAST)
     with pytest.raises(QuellError, match=r"load a file with quell\.Plan\.load"):
-        privatize("plan.json", PARAMS, 1.0)  # type: ignore[arg-type]
+        privatize("plan.json", PARAMS, 1.0)
     huge = jax.ShapeDtypeStruct((2**17, 2**16), jnp.float32)
     with pytest.raises(QuellError, match="split it into several"):
         privatize(cases.spec("independent"), huge, key=seeded(1), **FAST)
@@ -228,9 +228,9 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     with pytest.raises(QuellError, match="called for 60"):
         batches(private, 61)
     with pytest.raises(QuellError, match="what privatize returned, not a Plan"):
-        batches(plan, 60)  # type: ignore[arg-type]
+        batches(plan, 60)
     with pytest.raises(QuellError, match="what privatize returned, or a norm, not a Plan"):
-        clipped_grad(lambda w, x: w @ x, plan)  # type: ignore[arg-type]
+        clipped_grad(lambda w, x: w @ x, plan)
     one = clipped_grad(lambda w, x: jnp.sum(w["w"] * x), private)(PARAMS, (np.full((1, 7, 30), 1e3),), None)
     assert np.linalg.norm(one["w"]) == pytest.approx(1.0, rel=1e-3)  # the clip norm of the run
 

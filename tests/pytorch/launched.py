@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -34,7 +34,9 @@ from tests.pytorch.test_lightning import Stop as Crash
 from tests.pytorch.training import examples
 
 CHECKPOINT = 4  # the step of it
-WAYS = [f"{way}{kind}" for way in ("", "hugging face ", "lightning ") for kind in ("ddp", "fsdp", "fsdp, sharded")]
+KINDS = ("ddp", "fsdp", "fsdp, sharded", "fsdp, bf16")
+WAYS = [f"{way}{kind}" for way in ("", "hugging face ", "lightning ") for kind in KINDS]
+LOWERED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 
 
 def key_in(folder: Path, name: str) -> Path:
@@ -54,7 +56,7 @@ def loop(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tensor]:
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
     sharded = name == "fsdp, sharded"
     if name.startswith("fsdp"):
-        fully_shard(model)
+        fully_shard(model, **({"mp_policy": LOWERED} if "bf16" in name else {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     plan = small_plan("bsr", alone=True, momentum=0.5)
     if name == "ddp":
@@ -92,7 +94,8 @@ def hugging_face(folder: Path, name: str, stop: int | None) -> dict[str, torch.T
     AcceleratorState._reset_state(True)  # as in a new process
     saving = {"save_strategy": "steps", "save_steps": CHECKPOINT, "per_device_train_batch_size": 3, "use_cpu": True}
     kind = PrivateTrainer
-    if "fsdp" in name and dist.get_world_size() > 1:
+    saving["bf16"] = "bf16" in name
+    if "bf16" in name or ("fsdp" in name and dist.get_world_size() > 1):
         files = "SHARDED_STATE_DICT" if "sharded" in name else "FULL_STATE_DICT"
         saving |= {
             "fsdp": True,
@@ -127,7 +130,7 @@ def lightning(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tens
     if sharded:
         meshes = {"data_parallel_size": world, "tensor_parallel_size": 1}
         kind = ModelParallelStrategy(**meshes, save_distributed_checkpoint="sharded" in name)
-        strategy = {"strategy": kind, "devices": world}
+        strategy = {"strategy": kind, "devices": world, "precision": "bf16-mixed" if "bf16" in name else "32-true"}
     path = folder / f"{name}.ckpt"
     keep = pl.callbacks.ModelCheckpoint(folder, filename=name, every_n_train_steps=CHECKPOINT)
     extra = {"enable_checkpointing": True} if stop else {}
@@ -144,7 +147,7 @@ def lightning(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tens
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ways = [loop] * 3 + [hugging_face] * 3 + [lightning] * 3
+    ways = [way for way in (loop, hugging_face, lightning) for _ in KINDS]
     shared, home = folder / "shared", folder / str(dist.get_world_size())
     first = dist.get_rank() == 0 and not shared.exists()
     leaves = [first]

@@ -240,6 +240,7 @@ def test_an_examples_loss_does_not_depend_on_the_others():
         ({"max_steps": 11}, "the plan covers 10 steps"),
         ({"fp16": True}, "use bf16"),
         ({"label_smoothing_factor": 0.1}, "pass example_losses"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha makes noise by the length"),
         ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
         ({"include_num_input_tokens_seen": True}, "how long the private examples are"),
     ],

@@ -69,6 +69,34 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
+class Block(nn.Module):
+    """As torchvision's ConvNeXt: a scale beside layers with rules, and rows that are left out at random."""
+
+    def __init__(self, share=0.0):
+        super().__init__()
+        self.scale, self.share = nn.Parameter(torch.randn(4, 1, 1)), share
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4))
+
+    def forward(self, x):
+        kept = (torch.rand(len(x), 1, 1, 1) >= self.share).float()
+        return x + kept * self.scale * self.block(x)
+
+
+class Pairs(nn.Module):
+    """An encoder that sees two sentences of each example, of different lengths, as sentence-transformers have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.mixed = nn.Embedding(5, 6, padding_idx=0), nn.Linear(6, 4)
+
+    def encoded(self, tokens):
+        held = (tokens > 0).float().unsqueeze(-1)
+        return (self.mixed(self.words(tokens)) * held).sum(1) / held.sum(1).clamp(min=1)
+
+    def forward(self, x):
+        return nn.functional.cosine_similarity(self.encoded(x[:, :3]), self.encoded(x[:, 3:]))[:, None]
+
+
 class Positions(nn.Module):
     """One row of position numbers for all examples."""
 
@@ -144,6 +172,8 @@ LAYERS = [
     (llama_norm, numbers(4, 5, 6)),
     (lambda: nn.PReLU(4), numbers(4, 4, 5)),
     (Scaled, numbers(4, 5, 6)),
+    (Block, numbers(4, 4, 5, 5)),
+    (Pairs, tokens(4, 14)),
     (Whole, numbers(4, 5, 6)),
     (lambda: Whole(repeats=True), numbers(4, 5, 6)),
     (Twice, numbers(4, 5, 6)),
@@ -208,6 +238,19 @@ def test_positions_that_might_be_tokens_are_refused_unless_they_were_seen_to_be_
         model(torch.zeros(4, 4, dtype=torch.int64))
     model(torch.zeros(3, 4, dtype=torch.int64))
     assert model(torch.zeros(4, 4, dtype=torch.int64)).shape == (4, 4, 3)
+
+
+def test_rows_that_are_left_out_at_random():
+    """A block with a parameter of its own runs once, so its random numbers are those of the gradients."""
+    torch.manual_seed(0)
+    model, x = Block(share=0.5), torch.randn(6, 4, 5, 5)
+    torch.manual_seed(1)
+    right = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    engine = LayerEngine(model, dict(model.named_parameters()), 1e6, "sum")
+    torch.manual_seed(1)
+    model(x).square().sum().backward()
+    for found, expected in zip(engine.collect()[1], right, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 class Dropped(nn.Module):

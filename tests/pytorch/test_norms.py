@@ -346,14 +346,18 @@ def test_a_unit_of_weight_zero_adds_nothing(make, dtype):
 
 
 def test_pieces_of_one_parameter_are_measured_together_or_added():
-    """Two calls of a layer whose gradients cancel: exactly measured where both are of one kind, never below."""
+    """Two calls of a layer whose gradients cancel: exactly measured where that is possible, never below."""
     torch.manual_seed(0)
-    g, a = torch.randn(5, 3, 6), torch.randn(5, 3, 4)
-    for parts in ([Outer(g, a), Outer(-g, a)], [Rows(g), Rows(-g)]):
+    g, a, words = torch.randn(5, 3, 6), torch.randn(5, 3, 4), torch.randint(0, 7, (5, 3))
+    turned = Rows(-torch.einsum("nti,ntj->nij", g, a))
+    looked_up = Tokens(g, words, 7, -1), Tokens(-g, words, 7, -1)
+    for parts in ([Outer(g, a), Outer(-g, a)], [Rows(g), Rows(-g)], [Outer(g, a), turned], [*looked_up]):
         (one,) = merged(parts)
         assert float(one.sum(torch.ones(5)).norm()) <= 1e-4
         assert float(one.norms().max()) <= 0.05 * float(parts[0].norms().max())
-    apart = [Outer(g, a), Rows(-torch.einsum("nti,ntj->nij", g, a))]
+    padded = merged([Tokens(g, words, 7, 2), looked_up[1]])[0].sum(torch.ones(5))
+    assert {int(word) for word in padded.view(7, 6).norm(dim=1).gt(1e-3).nonzero()} == {2}
+    apart = [Outer(torch.randn(5, 3, 7), g), looked_up[0]]  # a tied embedding
     assert merged(apart) == apart
 
 

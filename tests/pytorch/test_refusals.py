@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,25 @@ def test_a_model_that_writes_into_its_weights_what_it_saw(kind, plan):
     model = nn.Sequential(kind(6, 4, max_norm=1.0).requires_grad_(False), nn.Linear(4, 3))
     with pytest.raises(QuellError, match="0 has max_norm, which changes the weights"):
         make_private(model, torch.optim.SGD(model[1].parameters(), lr=0.1), examples(), plan, clipping="microbatch")
+
+
+class Linear8bitLt(nn.Linear):
+    """As bitsandbytes', whose columns with large numbers, in any row of a batch, are not rounded to 8 bits."""
+
+    def __init__(self, threshold):
+        super().__init__(6, 4)
+        self.state = SimpleNamespace(threshold=threshold)
+
+
+def test_a_layer_of_8_bits_that_looks_at_the_whole_batch(plan):
+    for threshold in (0.0, 6.0):
+        model = nn.Sequential(Linear8bitLt(threshold).requires_grad_(False), nn.Linear(4, 3))
+        given = (model, torch.optim.SGD(model[1].parameters(), lr=0.1), examples(), plan)
+        if threshold:
+            with pytest.raises(QuellError, match=r"0 is a Linear8bitLt that decides.* llm_int8_threshold=0\.0"):
+                make_private(*given)
+        else:
+            make_private(*given)
 
 
 @pytest.mark.parametrize("clipping", MODES)

@@ -76,7 +76,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(stops, straight, plan, tmp_pat
 @pytest.mark.filterwarnings("ignore:.*learning rate is")
 def test_a_run_may_change_between_a_file_and_a_folder(straight, plan, tmp_path):
     path = tmp_path / "checkpoint.pt"
-    for number, (steps, sharded) in enumerate([(3, False), (2, True), (2, False), (None, True)]):
+    for number, (steps, sharded) in enumerate([(3, False), (2, True), (2, False), (None, True)], start=1):
         last = start(tmp_path / "key", plan, seed=number)
         go_on(path, last, steps, every=1, sharded=sharded)
         assert path.is_dir() == sharded

@@ -182,9 +182,24 @@ def test_standardised_convolutions_train_on_their_own_weights(options, plan):
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), weights, strict=True))
 
 
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm's, which most of its convolutional networks have."""
+
+    def __init__(self, features):
+        super().__init__(features)
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+
+def test_what_timm_does_after_a_batch_norm_stays():
+    model = replace_batch_norm(nn.Sequential(nn.Conv2d(3, 6, 3), BatchNormAct2d(6)), groups=3)
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(model(x), nn.functional.group_norm(model[0](x), 3).relu())
+    assert len(list(model.parameters())) == 4
+
+
 def test_a_batch_norm_that_does_more_is_named():
     class Activated(nn.BatchNorm2d):
-        """As timm's BatchNormAct2d."""
+        """With something that nobody knows."""
 
     with pytest.raises(QuellError, match=r"0 is a Activated, which does more than a BatchNorm: .* norm_layer="):
         replace_batch_norm(nn.Sequential(Activated(3)))

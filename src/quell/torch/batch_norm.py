@@ -13,7 +13,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
     """Put a GroupNorm in the place of every BatchNorm of a model, with the same scales and shifts.
 
-    Call it before you make the optimizer, also for pretrained models: they need some training to get used to it.
+    Call it before you make the optimizer, also for pretrained models: they need some training to get used to it. What
+    timm's BatchNormAct2d does after the norm stays.
 
     Args:
         model: The model, which is changed.
@@ -30,6 +31,9 @@ def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
     if type(model) in _BATCH_NORMS:
         return _group_norm(model, most)
     for name, child in model.named_children():
+        if type(child).__name__ == "BatchNormAct2d":
+            setattr(model, name, nn.Sequential(_group_norm(child, most), child.drop, child.act))
+            continue
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in _BATCH_NORMS:
             raise QuellError(
                 f"{name} is a {type(child).__name__}, which does more than a BatchNorm: build the model with another "

@@ -93,7 +93,7 @@ def refuse_unprotected(model: nn.Module, protected: Iterable[nn.Parameter]) -> N
 
 
 def refuse_leaking_layers(model: nn.Module) -> None:
-    """Batch norm, and layers whose forward pass writes what it saw into the weights."""
+    """Batch norm and other layers that mix rows, and layers whose forward pass writes what it saw into the weights."""
     for name, module in model.named_modules():
         mixes = isinstance(module, nn.modules.batchnorm._BatchNorm)
         tracks = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
@@ -104,6 +104,12 @@ def refuse_leaking_layers(model: nn.Module) -> None:
                 f"{name or 'the model'} is a {type(module).__name__}, which mixes the examples of a batch, so no "
                 "example's gradient can be clipped: quell.torch.replace_batch_norm(model) puts GroupNorm there, or "
                 "freeze it and put it into eval mode"
+            )
+        if type(module).__name__ == "Linear8bitLt" and getattr(module, "state", None) and module.state.threshold > 0:
+            raise QuellError(
+                f"{name or 'the model'} is a Linear8bitLt that decides by all rows of a batch which columns are not "
+                "rounded to 8 bits, so examples change each other's gradients: pass llm_int8_threshold=0.0 to "
+                "BitsAndBytesConfig"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise QuellError(

@@ -51,6 +51,9 @@ class PrivateTrainer(Trainer):
     `class PrivateSFTTrainer(PrivateTrainer, SFTTrainer)`.
     """
 
+    model: Any
+    is_fsdp_enabled: bool
+
     def __init__(
         self,
         *arguments: Any,
@@ -117,10 +120,11 @@ class PrivateTrainer(Trainer):
         total, seen = torch.zeros((), device=self.args.device), 0
         for part, last in inputs:
             self.optimizer.zero_grad()  # Trainer zeroes the model's gradients, not the optimizer's sums
-            examples = self.optimizer.run.unfinished.received.examples
+            due = self.optimizer.run.unfinished.received
+            assert due is not None
             if len(next(value for value in part.values() if isinstance(value, Tensor))):  # most models need a row
-                total += examples * super().training_step(model, part)
-                seen += examples
+                total += due.examples * super().training_step(model, part)
+                seen += due.examples
             if not last:
                 self.optimizer.step()
         return total / max(seen, 1)
@@ -283,6 +287,8 @@ class PrivateTrainer(Trainer):
             "label smoothing and compute_loss_func look at a whole batch: pass example_losses": bool(
                 args.label_smoothing_factor or self.compute_loss_func
             ),
+            "neftune_noise_alpha makes noise by the length of a batch's longest example, so examples change each "
+            "other's gradients: leave it out": args.neftune_noise_alpha is not None,
             "auto_find_batch_size starts the run again when memory runs out: set per_device_train_batch_size, which "
             "changes neither promise nor result": args.auto_find_batch_size,
             "include_num_input_tokens_seen logs how long the private examples are: leave it out": (

@@ -171,7 +171,7 @@ class PrivateOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, the noise's and all random numbers', of all ranks: call it on all of them."""
-        state = pytree.tree_map(whole, self.sharded_state_dict())
+        state: dict[str, Any] = pytree.tree_map(whole, self.sharded_state_dict())
         noise = state["quell"]["noise"]
         state["quell"]["noise"] = gather(noise.value) if isinstance(noise, EveryRanks) else noise
         return state

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import wide
-from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of
+from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, whole
 
 _SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
@@ -105,9 +105,10 @@ def merged(pieces: list[Piece]) -> list[Piece]:
     tokens = [piece for piece in pieces if isinstance(piece, Tokens)]
     rows = [piece for piece in pieces if isinstance(piece, Rows)]
     outer = [piece for piece in pieces if isinstance(piece, Outer)]
-    if rows and len(rows) + len(tokens) == len(pieces):
+    if rows and len(rows) + len(tokens) + len(outer) == len(pieces):  # some uses were so short that rows are kept
         small: list[Rows | Tokens] = [*rows, *tokens]
-        return [Rows(torch.stack([piece.flat.float() for piece in small]).sum(0))]
+        made = [piece.flat for piece in small] + [whole(piece).flatten(1) for piece in outer]
+        return [Rows(torch.stack([values.float() for values in made]).sum(0))]
     if len(tokens) + len(outer) < len(pieces) or len({piece.padding for piece in tokens}) > 1:
         return pieces
     if len(tokens) > 1:
