@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -357,7 +358,7 @@ def test_pieces_of_one_parameter_are_measured_together_or_added():
         assert float(one.norms().max()) <= 0.05 * float(parts[0].norms().max())
     padded = merged([Tokens(g, words, 7, 2), looked_up[1]])[0].sum(torch.ones(5))
     assert {int(word) for word in padded.view(7, 6).norm(dim=1).gt(1e-3).nonzero()} == {2}
-    apart = [Outer(torch.randn(5, 3, 7), g), looked_up[0]]  # a tied embedding
+    apart = [Outer(g, a), SimpleNamespace(units=5)]  # of another kind
     assert merged(apart) == apart
 
 

@@ -6,7 +6,7 @@ Where an embedding is the output layer too, its gradient is that of the tokens a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -109,11 +109,11 @@ def merged(pieces: list[Piece]) -> list[Piece]:
         small: list[Rows | Tokens] = [*rows, *tokens]
         made = [piece.flat for piece in small] + [whole(piece).flatten(1) for piece in outer]
         return [Rows(torch.stack([values.float() for values in made]).sum(0))]
-    if len(tokens) + len(outer) < len(pieces) or len({piece.padding for piece in tokens}) > 1:
+    if len(tokens) + len(outer) < len(pieces):
         return pieces
     if len(tokens) > 1:
-        g, numbers = (torch.cat(parts, dim=1) for parts in zip(*((t.g, t.tokens) for t in tokens), strict=True))
-        tokens = [replace(tokens[0], g=g, tokens=numbers)]
+        g, numbers = (torch.cat(parts, dim=1) for parts in zip(*((t.padded, t.tokens) for t in tokens), strict=True))
+        tokens = [Tokens(g, numbers, tokens[0].vocabulary, -1)]
     if len(outer) > 1:
         g, a = (torch.cat(parts, dim=1) for parts in zip(*((o.g, o.a) for o in outer), strict=True))
         outer = [Outer(g, a)]
