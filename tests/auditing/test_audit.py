@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
+from scipy.sparse import coo_array
 from scipy.stats import binom, norm
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -100,6 +101,21 @@ def test_an_independent_bound_is_true_as_often_as_it_says():
         assert wrong > 0.02 * times  # and hardly anything is wasted
 
 
+@pytest.mark.parametrize("delta", [0.0, 0.02, 0.1])
+def test_an_independent_bound_uses_up_its_failure_probability_and_no_more(delta):
+    """Exactly: under the ε that so many correct guesses of thirty prove, so many have a probability of 5% at most."""
+    count, failure = 30, 0.05
+    for correct in range(24, count + 1):
+        coins = np.arange(count) < correct
+        found = independent_bound(np.full(count, 1.0), coins, delta, 1 - failure)
+        assert (found.guesses, found.correct) == (count, correct)
+        rate, given_away = 1 / (1 + math.exp(-found.epsilon)), np.arange(count + 1)
+        tails = binom.sf(correct - given_away - 1, count - given_away, rate)
+        chance = float(binom.pmf(given_away, count, delta) @ tails)
+        assert chance <= failure * (1 + 1e-9)
+        assert delta or not found.epsilon or chance > 0.89 * failure
+
+
 def test_scores_choose_the_surest_guesses():
     """Half of ε = 8 from 50,000 canaries whose scores are the logarithms of likelihood ratios."""
     random, mu = np.random.default_rng(2), 1 / gaussian_sigma(8.0, 1e-5)
@@ -146,6 +162,49 @@ def test_correct_guesses_are_as_unlikely_as_a_linear_program_says(canaries, gues
     test = one_run._promise_test(epsilon, delta)
     assert not too_many(canaries, guesses, correct, exact * (1 - 1e-5), test)
     assert too_many(canaries, guesses, correct, exact * (1 + 1e-5), test)
+
+
+def best_mechanism(canaries, guesses, correct, epsilon, delta):
+    """The largest P[at least so many are right] of any mechanism with any attacker, by a linear program over both.
+
+    Released is the attacker's answer: which coins are guessed, and how. Every coin that is turned over changes the law
+    of answers by (ε, δ) at most; t is what exceeds e^ε.
+    """
+    coins = list(itertools.product((0, 1), repeat=canaries))
+    answers = [
+        dict(zip(chosen, guess, strict=True))
+        for chosen in itertools.combinations(range(canaries), guesses)
+        for guess in itertools.product((0, 1), repeat=guesses)
+    ]
+    pairs = [(a, b) for a in coins for b in coins if sum(x != y for x, y in zip(a, b, strict=True)) == 1]
+    size = len(coins) * len(answers)
+    at = {(x, g): place for place, (x, g) in enumerate(itertools.product(coins, range(len(answers))))}
+    rows, limits = [], []
+    for number, (ours, theirs) in enumerate(pairs):
+        beyond = size + number * len(answers)
+        for g in range(len(answers)):
+            rows.append({at[ours, g]: 1.0, at[theirs, g]: -math.exp(epsilon), beyond + g: -1.0})
+            limits.append(0.0)
+        rows.append(dict.fromkeys(range(beyond, beyond + len(answers)), 1.0))
+        limits.append(delta)
+    width = size + len(pairs) * len(answers)
+    places = [(row, column, value) for row, each in enumerate(rows) for column, value in each.items()]
+    row, column, value = zip(*places, strict=True)
+    bounded = coo_array((value, (row, column)), shape=(len(rows), width))
+    whole = np.zeros((len(coins), width))
+    gain = np.zeros(width)
+    for (x, g), place in at.items():
+        whole[coins.index(x), place] = 1.0
+        gain[place] = -(sum(x[j] == told for j, told in answers[g].items()) >= correct) / len(coins)
+    return -linprog(gain, A_ub=bounded, b_ub=limits, A_eq=whole, b_eq=np.ones(len(coins))).fun
+
+
+@pytest.mark.parametrize(("canaries", "guesses", "correct"), [(1, 1, 1), (2, 2, 2), (3, 3, 2), (3, 3, 3), (3, 2, 2)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (1.0, 0.05), (0.1, 0.2)])
+def test_no_mechanism_and_no_attacker_do_better(canaries, guesses, correct, epsilon, delta):
+    most = best_mechanism(canaries, guesses, correct, epsilon, delta)
+    assert not too_many(canaries, guesses, correct, most * (1 - 1e-6), one_run._promise_test(epsilon, delta))
+    assert most > 0.7 or too_many(canaries, guesses, correct, 1.35 * most, one_run._promise_test(epsilon, delta))
 
 
 def critical(canaries, guesses, failure, test):

@@ -13,7 +13,7 @@ from quell import privacy, strategy, workload
 from quell.privacy import composition, gaussian_delta, gaussian_epsilon
 from quell.privacy.coins import coin_delta, coin_epsilon
 from quell.privacy.composition import Charge, Together, changed, dominating_gaussian
-from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile
+from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile, both_ways
 from quell.schemes import BallsInBins, Cyclic
 
 
@@ -157,6 +157,8 @@ def test_a_dominating_gaussian_dominates():
         for e in np.linspace(0, 12, 40)
     ]
     assert min(smaller) < 0
+    _, lost = dominating_gaussian(PointProfile(((1.0, 1e-3),)), 1e-9)
+    assert lost >= 1e-3  # what is given away whatever ε is, no Gaussian has
     assert dominating_gaussian(PointProfile(((50.0, 1e-6),)), 1e-9)[0] == math.inf  # no μ is known to be enough
 
 
@@ -198,6 +200,21 @@ def test_plans_chosen_by_earlier_losses_can_cost_more_than_any_fixed_order():
     assert gambled > 1.01 * max(fixed)
 
 
+@pytest.mark.parametrize(
+    "profile",
+    [
+        PointProfile(((0.5, 1e-9),)),  # nothing happens beyond ε = 0.5
+        CoinProfile(((1, 0.35),), 0.6),
+        CoinProfile(((40, 2.0),), 0.5),
+    ],
+)
+def test_a_dominating_gaussian_dominates_in_both_directions_from_the_start(profile):
+    mu, lost = dominating_gaussian(profile, 1e-8)
+    for epsilon in np.linspace(0, 3, 60):
+        needed = max(each.delta(float(epsilon)) for each in both_ways(profile))
+        assert needed <= lost + gaussian_delta(1 / mu, float(epsilon)) + 1e-12
+
+
 @pytest.mark.parametrize("epsilon", [1.0, 2.5])
 def test_two_steps_between_neighbours(epsilon):
     """A chain of three laws, by outcomes: each step keeps a promise, both steps together what `changed` says."""
@@ -220,6 +237,9 @@ def test_failure_probabilities_are_part_of_the_total():
     assert unsure.delta(3.0) == pytest.approx(sure.delta(3.0) + 3e-6)
     assert unsure.epsilon(1e-5) > sure.epsilon(1e-5)
     assert unsure.adaptive_epsilon(1e-5) > sure.adaptive_epsilon(1e-5)
+    normal = Together((charged(GaussianProfile(0.5, 1e-6)), charged(GaussianProfile(0.3, 2e-6))))
+    assert normal.epsilon(1e-5) == pytest.approx(gaussian_epsilon(1 / math.hypot(0.5, 0.3), 7e-6), rel=1e-7)
+    assert normal.epsilon(3e-6) == math.inf
     hopeless = Together((charged(PointProfile(points, 1e-5)),) * 3)
     assert hopeless.epsilon(1e-5) == hopeless.adaptive_epsilon(1e-5) == math.inf
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.stats import norm
@@ -76,6 +78,12 @@ def test_points_say_as_much_as_they_know():
     curve = [(float(e), privacy.gaussian_delta(1.0, float(e))) for e in np.linspace(0, 8, 65)]
     exact = meaning(GaussianProfile(1.0)).true_positives[1][0.01]
     assert exact <= strongest_test(PointProfile(tuple(curve)))(0.01) <= 1.01 * exact
+
+
+@pytest.mark.parametrize("profile", [GaussianProfile(0.5), PointProfile(((1.0, 0.01),)), CoinProfile(((2, 1.0),), 0.2)])
+def test_certificates_may_fail(profile):
+    sure, unsure = (strongest_test(replace(profile, failure=failure))(0.01) for failure in (0.0, 1e-3))
+    assert unsure == pytest.approx(sure + 1e-3, rel=1e-12)
 
 
 def test_atoms_reproduce_their_points_in_both_directions():

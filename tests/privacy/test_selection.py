@@ -11,6 +11,7 @@ import pytest
 
 from quell.errors import QuellError
 from quell.privacy import gaussian_epsilon, gaussian_sigma
+from quell.privacy.coins import coin_delta
 from quell.privacy.composition import Charge, Together
 from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile
 from quell.privacy.selection import LAWS, Trials, delta_of, selected, selected_epsilon, worst_of
@@ -72,7 +73,7 @@ def test_no_score_releases_more_than_is_promised(law, mean):
         for order in itertools.permutations(range(len(p))):
             ours, theirs = (released(each, order, trials) for each in (p, q))
             assert ours.sum() == pytest.approx(1.0, abs=1e-9)
-            for epsilon in (0.0, 0.1, 0.3, 0.7, 1.2):
+            for epsilon in (0.0, 0.1, math.log(1.35), 0.7, 1.2):
                 truth = max(hockey_stick(ours, theirs, more + epsilon), hockey_stick(theirs, ours, more + epsilon))
                 bound = mean * known(epsilon)
                 assert truth <= bound * (1 + 1e-9) + 1e-12
@@ -145,6 +146,16 @@ def test_the_worst_of_several_mechanisms_counts():
     trials = Trials(3.0)
     assert selected_epsilon([small, large], trials, 1e-5) == selected_epsilon([large], trials, 1e-5)
     assert selected_epsilon([PointProfile(((1.0, 1e-3),), 1e-5)], trials, 1e-5) == math.inf
+    lossy = selected([PointProfile(((1.0, 1e-4),))], trials, 1e-5)  # more is always given away than δ allows
+    assert Together((Charge(lossy, math.inf, 1e-5),)).epsilon(1e-5) == math.inf
+    assert worst_of([small, large], 1e-5) == large
+    coin, points = CoinProfile(((1, 0.35),), 0.6), PointProfile(((0.5, 0.4), (2.0, 1e-3), (4.0, 1e-8)))
+    together, known = worst_of([coin, points], 1e-5), delta_of([coin])
+    for epsilon in (0.1, 0.5, 1.0, 2.0, 3.0):
+        exact = coin_delta(coin.rounds, coin.rate, epsilon)  # the larger of both directions
+        assert exact <= known(epsilon) <= exact * 1.001 + 1e-9
+        for each in (coin, points):
+            assert delta_of([each])(epsilon) <= delta_of([together])(epsilon) + 1e-12
 
 
 def test_the_failure_probabilities_of_all_kinds_of_trials_count():

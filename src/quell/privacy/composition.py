@@ -27,7 +27,16 @@ from quell._types import Array
 from quell.privacy.coins import Coin
 from quell.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from quell.privacy.losses import Losses, Part, compose_both
-from quell.privacy.profile import CoinProfile, GaussianProfile, PointProfile, Profile, both_ways, curve, spread
+from quell.privacy.profile import (
+    CoinProfile,
+    GaussianProfile,
+    PointProfile,
+    Profile,
+    both_ways,
+    curve,
+    furthest,
+    spread,
+)
 
 _RESERVED = 0.1  # of δ, for what is lost outside of Gaussians where plans depend on earlier results
 _SLACK = 1e-3  # of a run's promised δ, or of all runs' if that is less: what its dominating Gaussian may leave out
@@ -128,7 +137,7 @@ def repeated(profile: Profile, times: int, delta: float) -> Profile:
         rounds = tuple((times * count, sigma) for count, sigma in profile.rounds)
         return CoinProfile(rounds, profile.rate, times * profile.failure)
     sure = Together((Charge(replace(profile, failure=0.0), math.inf, 1.0),) * times)
-    at = spread(sure.epsilon(1e-3 * delta))
+    at = spread(furthest(sure.epsilon, delta))
     return PointProfile(tuple((epsilon, sure.delta(epsilon)) for epsilon in at), times * profile.failure)
 
 
@@ -147,8 +156,7 @@ def changed(charge: Charge) -> Charge:
     if isinstance(profile, GaussianProfile):
         return Charge(replace(profile, mu=2.0 * profile.mu), *promised)
     once = Together((Charge(replace(profile, failure=0.0), math.inf, 1.0),))
-    tops = (once.epsilon(share * charge.delta) for share in (1e-8, 1e-6, 1e-4, 1e-2))  # as far as it is known
-    a = np.linspace(0.0, next((top for top in tops if math.isfinite(top)), charge.epsilon), _SPLITS)
+    a = np.linspace(0.0, furthest(once.epsilon, charge.delta, 1e-8), _SPLITS)
     delta = np.array([once.delta(float(each)) for each in a])
     points = []
     for place in range(2 * _SPLITS - 1):

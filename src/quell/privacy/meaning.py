@@ -70,7 +70,7 @@ def strongest_test(profile: Profile) -> Callable[[float], float]:
 
     if isinstance(profile, GaussianProfile):
         mu = profile.mu
-        return lambda rate: min(1.0, float(ndtr(ndtri(rate) + mu)) * (1 + 1e-12))
+        return lambda rate: min(1.0, float(ndtr(ndtri(rate) + mu)) * (1 + 1e-12) + profile.failure)
     epsilon, delta = curve(both_ways(profile)[0])
     growth = np.exp(epsilon)
     return lambda rate: min(1.0, float((growth * rate + delta).min()) * (1 + 1e-12) + profile.failure)

@@ -9,7 +9,7 @@ curve lies on it or below it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -156,6 +156,13 @@ def both_ways(profile: Profile) -> tuple[Losses, Losses]:
 def spread(top: float, points: int = 96) -> list[float]:
     """Values of ε for the points of a profile: evenly from 0 to `top`, and a few beyond for its tail."""
     return [top * i / points for i in range(points + 1)] + [top * more for more in (1.25, 1.5, 2.0)]
+
+
+def furthest(least: Callable[[float], float], delta: float, share: float = 1e-3) -> float:
+    """The ε where δ is a `share` of `delta`, or as little as is known; `least` says which ε belongs to a δ."""
+    while share < 1 and not math.isfinite(least(share * delta)):
+        share *= 10
+    return top if math.isfinite(top := least(share * delta)) else 0.0
 
 
 def plain(profile: Profile) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from secrets import SystemRandom
 from typing import Any
 
 from quell.errors import QuellError, require_finite, short
 from quell.privacy.gaussian import gaussian_delta
-from quell.privacy.profile import GaussianProfile, PointProfile, Profile, both_ways, spread
+from quell.privacy.profile import GaussianProfile, PointProfile, Profile, both_ways, furthest, spread
 
 LAWS = ("geometric", "truncated-poisson")
 _MOST = 1e4  # trials, on average
@@ -102,8 +102,7 @@ def selected(profiles: Sequence[Profile], trials: Trials, delta: float) -> Point
     `delta` is the promise's: where m·δ of a trial is a thousandth of it, the points end.
     """
     known = delta_of(profiles)
-    more, least = trials.loss(known), 1e-3 * delta / trials.mean
-    at = spread(_smallest(known, least))
+    more, at = trials.loss(known), spread(furthest(lambda small: _smallest(known, small / trials.mean), delta))
     points = [(epsilon + more, min(1.0, trials.mean * known(epsilon))) for epsilon in at]
     return PointProfile(tuple(points), _failure(profiles))
 
@@ -125,7 +124,9 @@ def worst_of(profiles: Sequence[Profile], delta: float) -> Profile:
     if len(gaussian) == len(different):
         return GaussianProfile(max(each.mu for each in gaussian), _failure(different))
     known = delta_of(different)
-    points = tuple((epsilon, min(1.0, known(epsilon))) for epsilon in spread(_smallest(known, 1e-3 * delta)))
+    points = tuple(
+        (epsilon, min(1.0, known(epsilon))) for epsilon in spread(furthest(partial(_smallest, known), delta))
+    )
     return PointProfile(points, _failure(different))
 
 
