@@ -88,6 +88,8 @@ def main(number: int, port: str, folder: Path) -> None:
     gathered = jax.jit(lambda *trees: trees, out_shardings=NamedSharding(mesh, P()))
     x, y = data()
     state, rows = optimizer.init(params), []
+    apart = {name: spread(np.full(shape, number, np.float32), spec) for name, (shape, spec) in SHAPES.items()}
+    found["sums apart"] = refused(lambda: check(jax.jit(optimizer.update)(apart, state, params)[1]))
     drawn = batches(private, EXAMPLES, devices=4)
     for indices, mask in drawn:
         parts = [spread(each, P(everyone)) for each in (x[indices], y[indices], mask)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +22,7 @@ from quell.jax.batches import PaddedBatches, _roomy
 from quell.jax.devices import refuse_devices
 from quell.jax.host import _mixed
 from quell.noise import Key
+from quell.noise.guard import ReleaseGuard
 from quell.planning import Plan
 from quell.schemes import Batches, Poisson
 from tests.noise import cases
@@ -111,6 +114,24 @@ def test_sums_that_are_mapped_over_get_no_noise_twice() -> None:
     noisy, state = jax.vmap(private.update, in_axes=(0, None))(sums, private.init(PARAMS))
     assert np.isnan(np.asarray(noisy["w"])).all(axis=(1, 2)).sum() == 1
     assert (np.asarray(state.refused) > 0).sum() == 1
+
+
+def test_of_two_threads_with_one_state_one_gets_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both must not look, before either notes, what was released."""
+    private = privatize(cases.spec("independent"), PARAMS, key=Key.generate(), **FAST)
+    state = private.init(PARAMS)
+    released = ReleaseGuard.released.fget
+
+    def slowly(guard: ReleaseGuard) -> int:
+        known = released(guard)
+        time.sleep(0.1)  # as a disk that a ledger lies on
+        return int(known)
+
+    monkeypatch.setattr(ReleaseGuard, "released", property(slowly))
+    update = jax.jit(private.update).lower(PARAMS, state).compile()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda number: update({"w": PARAMS["w"] + np.float32(number)}, state)[0]["w"], range(2)))
+    assert sorted(bool(np.isnan(noisy).all()) for noisy in found) == [False, True]
 
 
 def test_accumulated_gradients_get_no_noise_twice() -> None:

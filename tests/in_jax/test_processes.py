@@ -77,6 +77,8 @@ def test_what_one_process_must_not_do_alone(found: list[dict[str, Any]]) -> None
         assert "must be positive" in here["one fails"]
         assert "a mesh of all processes' devices" in here["local parameters"]
         assert here["all NaN"]
+    assert "have different sums" in found[0]["sums apart"]  # each process its own, called replicated
+    assert "refused in another process" in found[1]["sums apart"]
     assert found[1]["one fails"].startswith("process 0: ")
     assert found[0]["report"] == 6
     assert "ask for the report there" in found[1]["report"]

@@ -78,6 +78,7 @@ class Host:
         if len(meshes) > 1:
             raise QuellError("the parameters lie on different meshes: shard them all over one")
         self._mesh = next(iter(meshes), None)
+        self._specs = [P() if where.spec is None else where.spec for where in self._slices]
         names = tuple(jax.tree_util.keystr(path) for path, _ in named)
         spec = replace(spec, promise=f"{spec.promise} {described(names, leaves)}{whose}")
         self.spec, self.key, self.generator = spec, key, generator
@@ -150,8 +151,7 @@ class Host:
 
         made: Callable[..., Any] = step
         if self._mesh is not None and not manual:
-            specs = [P() if where.spec is None else where.spec for where in self._slices]
-            kept = [P(None, *spec) for spec in specs]
+            specs, kept = self._specs, [P(None, *spec) for spec in self._specs]
             made = jax.shard_map(
                 step, mesh=self._mesh, in_specs=(P(), P(), P(), specs, kept), out_specs=(specs, kept), check_vma=False
             )
@@ -198,7 +198,7 @@ class Host:
         # Nothing of the sums goes along, but as theirs, so that sums that are mapped over ask once each.
         empty = (lax.slice(each, [0] * each.ndim, [0] * each.ndim) for each in sums)
         mark = sum((nothing.sum().astype(f32) for nothing in empty), f32(0))
-        numbers = (state.step, state.refused, _differ(sums, self._slices, manual), mark)
+        numbers = (state.step, state.refused, self._differ(manual, sums), mark)
         question = jnp.concatenate([*(lax.bitcast_convert_type(each, u32)[None] for each in numbers), state.run])
         expected = jax.ShapeDtypeStruct((3 + self._words.size,), u32)
 
@@ -213,6 +213,20 @@ class Host:
             told = ask()
         keys = told[3:].reshape(self._words.shape)
         return lax.bitcast_convert_type(told[0], i32), keys, told[1], lax.bitcast_convert_type(told[2], f32)
+
+    def _differ(self, manual: tuple[str, ...], sums: Sequence[Array]) -> Array:
+        """() 1 if devices that hold the same elements have other sums for them, else 0.
+
+        Inside a `shard_map` they may, and where processes have made an array of their own sums that they call
+        replicated.
+        """
+        if manual or self._mesh is None or jax.process_count() == 1:
+            return _differ(sums, self._slices, manual)
+        compared = partial(_differ, slices=self._slices, manual=tuple(self._mesh.axis_names))
+        differ: Array = jax.shard_map(
+            compared, mesh=self._mesh, in_specs=(self._specs,), out_specs=P(), check_vma=False
+        )(list(sums))
+        return differ
 
     def _answer(self, question: Any, sums: Any) -> Any:
         """Runs on the host, once per step, before anything of the step is released."""
@@ -276,7 +290,7 @@ def _unsharded(total: Array, where: Slice) -> Array:
 
 
 def _differ(sums: Sequence[Array], slices: Sequence[Slice], manual: tuple[str, ...]) -> Array:
-    """() 1 if devices of a `shard_map` have other sums for the same elements, by digests of them; else 0."""
+    """() 1 if devices have other sums for the same elements, by digests of them, over these axes; else 0."""
     differ = i32(0)
     for total, where in zip(sums, slices, strict=True):
         held = {axis for axes in where.axes for axis in axes}

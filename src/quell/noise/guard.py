@@ -7,6 +7,7 @@ on trust. A digest of every release is kept, and a step that comes again with an
 from __future__ import annotations
 
 from hashlib import blake2b
+from threading import Lock
 
 from quell.errors import QuellError
 from quell.noise import claims
@@ -19,6 +20,8 @@ REPLAY = (
     "if the same gradients come again because the data order is the plan's own, load with replay=True; "
     "otherwise start a new key"
 )
+
+_TURN = Lock()  # to look up what was released and note a step is one act, also where several threads ask
 
 
 class ReleaseGuard:
@@ -59,16 +62,17 @@ class ReleaseGuard:
         digest = UNKNOWN
         if fingerprint is not None:
             digest = self._digest(self._run, step.to_bytes(8, "little"), fingerprint)
-        if step < self.released:
-            self._require_new(step, self._replay)
-            if self.watched:
-                self._require_same(step, digest)
-        else:
-            self._replay = False  # what was declared covers the steps that come again, not the new ones
-        if self.ledger is not None:
-            self.ledger.record(until, digest, self._run)
-        if self._claim.made.digest(step) is None:
-            self._claim.made.note(step, until, digest)
+        with _TURN:
+            if step < self.released:
+                self._require_new(step, self._replay)
+                if self.watched:
+                    self._require_same(step, digest)
+            else:
+                self._replay = False  # what was declared covers the steps that come again, not the new ones
+            if self.ledger is not None:
+                self.ledger.record(until, digest, self._run)
+            if self._claim.made.digest(step) is None:
+                self._claim.made.note(step, until, digest)
 
     def check_resuming(self, step: int, released: int, replay: bool) -> None:
         """Refuse to go on from `step` if that would release steps again, or if the ledger is not that of the run.
