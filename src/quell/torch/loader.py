@@ -263,8 +263,8 @@ class Collated:
     def __call__(self, examples: list[Any]) -> Any:
         batch = self.collate(examples) if examples else _without_rows(self._one())
         if self.rows > 1 and self._looks and not self._indexed and len(examples) > self.rows:
-            self._looks -= 1
             self._require_order(examples, batch)
+            self._looks -= 1
         if self.size is None:
             return batch
         real = len(batch[0]) if self._indexed else len(examples)
