@@ -132,6 +132,36 @@ def test_examples_that_mix_are_refused_on_the_first_batch(make):
         engine.collect()
 
 
+def test_examples_that_mix_are_refused_however_often_the_loop_tries():
+    model = Mixing()
+    engine = engine_of(model)
+    for _ in range(3):
+        model(torch.randn(8, 5)).square().sum().backward()
+        with pytest.raises(QuellError, match="examples that mix"):
+            engine.collect()
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0, *[1.0] * 6], [*[1.0] * 7, 0.0], [float("nan"), *[1.0] * 7]])
+def test_examples_that_mix_are_refused_where_some_have_no_gradient(weights):
+    """Zero and what is not finite have nothing to compare: the largest gradient is looked at."""
+    torch.manual_seed(0)
+    model = Mixing()
+    engine = engine_of(model)
+    (model(torch.randn(8, 5)).square().sum(1) * torch.tensor(weights)).sum().backward()
+    with pytest.raises(QuellError, match="examples that mix"):
+        engine.collect()
+
+
+def test_examples_that_mix_are_refused_when_the_first_batch_has_no_gradient():
+    model = Mixing()
+    engine = engine_of(model)
+    (0 * model(torch.randn(8, 5))).sum().backward()
+    engine.collect()
+    model(torch.randn(8, 5)).square().sum().backward()
+    with pytest.raises(QuellError, match="examples that mix"):
+        engine.collect()
+
+
 def test_examples_that_mix_are_refused_when_the_first_batch_has_one_row():
     """One row cannot show it: the first batch that can is looked at."""
     model = Mixing()

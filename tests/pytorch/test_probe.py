@@ -124,6 +124,15 @@ def test_losses_that_couple_examples(loss, clipping, mixed_labels):
     assert optimizer.run.step == 0
 
 
+def test_a_loop_that_goes_on_after_the_error_gets_it_again():
+    model, optimizer, loader = private()
+    for _ in range(5):
+        x, y = next(iter(loader))
+        with pytest.raises(QuellError, match="the loss couples the examples"):
+            contrastive(model(x), y).backward()
+    assert optimizer.run.step == 0
+
+
 def per_example(out, y):
     return (cross_entropy(out, y, weight=WEIGHTS, reduction="none") * (y > 0)).sum() / len(y)
 

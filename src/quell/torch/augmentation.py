@@ -78,7 +78,6 @@ class Augmentation:
         count = _rows(inputs)
         if not self._looks or count <= self.rows:  # nobody else in it
             return self.change(inputs)
-        self._looks -= 1
         before = own_states()
         made = self.change(inputs)
         after = own_states()
@@ -89,6 +88,7 @@ class Augmentation:
             again = self.change(others)
             set_own_states(after)
             self._require_apart(made, again, stays)
+        self._looks -= 1  # a loop that goes on after the error gets it again
         return made
 
     def _chosen(self, units: int) -> list[Tensor]:

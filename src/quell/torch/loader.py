@@ -279,8 +279,8 @@ class Collated:
             return self._first(self.rows)
         batch = self.collate(examples) if examples else _without_rows(self._first(1))
         if self.rows > 1 and self._looks and not self._indexed and len(examples) > self.rows:
-            self._looks -= 1
             self._require_order(examples, batch)
+            self._looks -= 1
         if self.size is None:
             return batch
         real = len(batch[0]) if self._indexed else len(examples)

@@ -117,7 +117,7 @@ class Probe:
             self._give_up("the loop did not call the model that was made private, but parts of it")
             return
         self._refuse_parameters(tape)
-        states = own_states()
+        states, left = own_states(), self._left
         try:
             problem = self._problem(tape)
         finally:
@@ -125,6 +125,7 @@ class Probe:
         if self._sharded:
             problem = next(filter(None, gather(problem)), None)
         if problem:
+            self._left = left  # a loop that goes on after the error gets it again
             raise QuellError(problem)
 
     def _problem(self, tape: Tape) -> str | None:

@@ -1,11 +1,11 @@
 """The first batch, looked at more closely: is what the engine measures for one unit what autograd computes for it?
 
-The first unit of the batch runs twice, with equal random numbers: through the taps beside the units after it, and
+The unit with the largest gradient runs twice, with equal random numbers: through the taps beside a few units, and
 plainly beside the last one. Its gradient must be the same for every parameter. Then again in the opposite order, which
 shows a model that sorts its rows. A layer whose rows are not examples, a rule that does not fit, or a model that mixes
 rows shows here: a few units are never as many as the batch has, so what is as long as the batch by chance is not. A
 model that returns its loss has no output of one unit, and there the gradients of all of the few units are compared.
-A model that cannot run with a few units runs with all of them, as it did, and the first unit's gradient is compared.
+A model that cannot run with a few units runs with all of them, as it did, and the same unit's gradient is compared.
 """
 
 from __future__ import annotations
@@ -53,40 +53,43 @@ class FirstBatch:
         for place, value in enumerate(tensors):
             value.register_hook(lambda gradient, place=place: keep(gradient, place))
 
-    def compare(self) -> None:
+    def compare(self) -> bool:
+        """Refuse gradients that are not autograd's. Whether this batch could show it: not where all are zero."""
         inputs, gradients, engine = self._inputs, self._gradients, self.engine
         self._inputs = None  # the loss, and with it the hooks of its outputs, may live on
         rows, unit = engine.rows, engine.rows_per_unit
         known = [gradient for gradient in gradients if gradient is not None]
         if inputs is None or not known or not rows:
-            return  # the model was not called as a whole
+            return True  # the model was not called as a whole
         own_loss = all(not g.dim() for g in known)
         with_rows = all(g.dim() and len(g) == rows for g in known)
         units = rows // unit
+        first = _largest(known, units) if with_rows else 0
         if own_loss or with_rows:
             few = min(_FEW, max(2, units - 1))
-            beside = [0, *[units - 1 if units > 2 else 0] * (few - 1)]
+            order = [first, *(number for number in range(units) if number != first)]
+            beside = order[:few] if own_loss else [first, *[order[-1] if units > 2 else first] * (few - 1)]
             try:
+                seen = True
                 for backwards in (False, True):
-                    orders = [list(range(few)), list(range(few)) if own_loss else beside]
-                    place = few - 1 if backwards else 0
+                    orders, place = [order[:few], beside], 0
                     if backwards:
-                        orders = [order[::-1] for order in orders]
-                    cuts = [_cut(inputs, rows, unit, order) for order in orders]
+                        orders, place = [numbers[::-1] for numbers in orders], few - 1
+                    cuts = [_cut(inputs, rows, unit, numbers) for numbers in orders]
                     # Beside the gradients of others, and alone: hooks in the model must not mix them either.
                     together = gradients if own_loss else _cut(gradients, rows, unit, orders[0])
-                    alone = gradients if own_loss else [_at(place, few, unit, g) for g in gradients]
-                    self._look(rows, cuts, together, alone, None if own_loss else place)
-                return
+                    alone = gradients if own_loss else [_only(place, few, unit, g) for g in together]
+                    seen &= self._look(rows, cuts, together, alone, None if own_loss else place)
+                return seen
             except QuellError:
                 raise
             except (RuntimeError, IndexError, ValueError):
                 engine.take_finished()  # what was cut too is no example's, such as a mask that has as many rows
-        alone = [_at(0, units, unit, g) for g in gradients] if with_rows else gradients
-        self._look(rows, [inputs, inputs], gradients, alone, 0 if with_rows else None)
+        alone = [_only(first, units, unit, g) for g in gradients] if with_rows else gradients
+        return self._look(rows, [inputs, inputs], gradients, alone, first if with_rows else None)
 
-    def _look(self, rows: int, inputs: list[Any], together: Any, alone: Any, place: int | None) -> None:
-        """Compare the gradients of the unit at this place, or of all units."""
+    def _look(self, rows: int, inputs: list[Any], together: Any, alone: Any, place: int | None) -> bool:
+        """Compare the gradients of the unit at this place, or of all units; whether there is anything to compare."""
         engine, shared = self.engine, self.engine.sharing()
         with restored_buffers(engine.model), _without_dropout(engine.model):
             measured = self._measured(inputs[0], together, place)
@@ -97,13 +100,9 @@ class FirstBatch:
                 f"first batch has {rows} rows, so they were taken for one token of each; give positions that all "
                 "examples share a first dimension of 1 (positions[None])"
             )
-        self._require_same(measured, real)
-
-    def _require_same(self, measured: dict[str, Tensor], real: dict[str, Tensor]) -> None:
-        engine = self.engine
         whole = torch.stack([g.double().norm() for g in real.values()]).norm()
-        if not torch.isfinite(whole) or not float(whole):
-            return
+        if not torch.isfinite(whole):
+            return False
         coarse = 0.1 if engine.lowered else 1e-3
         for name, right in real.items():
             found = measured.get(name, torch.zeros_like(right))
@@ -114,6 +113,7 @@ class FirstBatch:
                     "cannot follow (rows that are not examples, or examples that mix or change places); use "
                     "clipping='microbatch'"
                 )
+        return bool(whole)
 
     def _run(self, inputs: Any) -> list[Tensor]:
         enabled, dtype = self._autocast
@@ -152,13 +152,18 @@ def _cut(inputs: Any, rows: int, unit: int, units: list[int]) -> Any:
     return pytree.tree_map(lambda v: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
 
 
-def _at(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
-    """The gradient of the first unit at this place among so many, and zeros for the others."""
+def _only(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
+    """The gradient of the unit at this place among so many, and zeros for the others."""
     if gradient is None:
         return None
-    made = gradient.new_zeros(units * unit, *gradient.shape[1:])
-    made[place * unit : (place + 1) * unit] = gradient[:unit]
-    return made
+    others = torch.arange(units * unit, device=gradient.device) // unit != place
+    return gradient.masked_fill(others.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
+
+
+def _largest(gradients: list[Tensor], units: int) -> int:
+    """The unit with the largest gradients of the outputs that are finite: others have little to compare."""
+    sizes = torch.stack([g.detach().double().reshape(units, -1).square().sum(1) for g in gradients]).sum(0)
+    return int(sizes.nan_to_num(-1.0, -1.0, -1.0).argmax())
 
 
 @contextmanager

@@ -258,11 +258,8 @@ class LayerEngine(Engine):
 
     def _clip(self, found: Found) -> None:
         pieces, units = self.pieces_of(found)
-        if self._first is not None and units > 1:
-            try:
-                self._first.compare()
-            finally:
-                self._first = None
+        if self._first is not None and units > 1 and self._first.compare():
+            self._first = None
         examples = self.present(units)
         sums = self.clipped(pieces, units, examples)
         self._keep_norms(self.measured, examples)
@@ -313,15 +310,16 @@ class LayerEngine(Engine):
     def _take_sums(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
         """Add the sums. On a GPU their norm is looked at one step later, when it has long arrived."""
         self.require_bounded()
-        self._last_sum = Awaited(norm), examples
-        if not norm.is_cuda:
-            self.require_bounded()
+        if norm.is_cuda:
+            self._last_sum = Awaited(norm), examples
+        else:
+            self._require_bounded(float(norm), examples)
         self._add(examples, sums)
 
     def require_bounded(self) -> None:
-        last, self._last_sum = self._last_sum, None
-        if last is not None:
-            self._require_bounded(float(last[0]), last[1])
+        if self._last_sum is not None:
+            self._require_bounded(float(self._last_sum[0]), self._last_sum[1])
+            self._last_sum = None  # not after an error: what was too large has been released
 
     def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor) -> dict[str, Tensor]:
         made = iter(sums_of([piece for parts in pieces.values() for piece in parts], factors))

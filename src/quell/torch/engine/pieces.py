@@ -216,13 +216,14 @@ class Stacked:
 
 def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
     """(units, rows, channels, *places) and (units·rows, width, places) as (units·groups, rows·places, ·)."""
+    (units, rows), places = g.shape[:2], a.shape[2]
 
     def by_group(values: Tensor) -> Tensor:
-        units, rows, channels = values.shape[:3]
-        values = values.reshape(units, rows, groups, channels // groups, -1).permute(0, 2, 3, 1, 4)
-        return values.reshape(units * groups, channels // groups, -1).transpose(1, 2)  # no copy of units of one row
+        if rows > 1:
+            values = values.reshape(units, rows, groups, -1, places).permute(0, 2, 3, 1, 4)
+        return values.reshape(units * groups, -1, rows * places).transpose(1, 2)  # no copy of units of one row
 
-    return Outer(by_group(g), by_group(a.unflatten(0, g.shape[:2])))
+    return Outer(by_group(g), by_group(a))
 
 
 def whole(part: Outer, out: Tensor | None = None) -> Tensor:
