@@ -31,6 +31,7 @@ from quell.torch.shards import has_slices, read_slices, write_slices
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import rotate_checkpoints
 except ImportError as missing:
     raise QuellError(
         "quell.torch.huggingface needs transformers and accelerate: pip install 'quell[trainers]'"
@@ -185,10 +186,16 @@ class PrivateTrainer(Trainer):
         return {"key": path}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        home = self._get_output_dir(trial=trial)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # each process saves its random numbers
-        decided(lambda: mark_whole(folder))
+        decided(lambda: mark_whole(Path(home) / f"checkpoint-{self.state.global_step}"))
+        if self.args.should_save:  # older ones go when there is a whole one to go back to
+            rotate_checkpoints(home, limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._saves_slices:
