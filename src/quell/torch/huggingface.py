@@ -267,7 +267,8 @@ class PrivateTrainer(Trainer):
         ]
         problems = {
             f"{', '.join(own_loss)} computes a loss of its own, which PrivateTrainer would replace by that of the "
-            "model's task: write your own loop with make_private": own_loss not in ([], ["SFTTrainer"]),
+            "model's task: write your own loop with make_private (docs/trainers.md has one for DPO)": own_loss
+            not in ([], ["SFTTrainer"]),
             "packing and padding_free put several examples into one row, so no example's gradient can be clipped: pass "
             "packing=False and padding_free=False": getattr(args, "packing", False)
             or getattr(args, "padding_free", False),
