@@ -200,3 +200,10 @@ def test_kill_minus_nine_at_a_random_step(number, ranks, tmp_path):
     mechanism = dice.choice(["blt", "bisr", "bsr", "identity"])
     clipping = dice.choice(["layers", "microbatch"])
     killed_and_resumed(tmp_path, mechanism, clipping, [dice.randint(1, 17), dice.randint(1, 5)], ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["hugging face", "lightning"])
+def test_trainers_that_are_killed_at_random_moments(way, tmp_path):
+    """Killed 20 times: all runs end with the weights of runs that nobody killed, to the last bit."""
+    run_script(CRASH.with_name("killed_trainers.py"), tmp_path, way, 20, timeout=900)

@@ -379,6 +379,21 @@ def test_a_new_run_has_a_new_key(plan, tmp_path, tokenizer):
         resumed(tmp_path / "elsewhere", plan, tokenizer)
 
 
+def test_an_older_checkpoint_stays_until_the_new_one_is_whole(plan, tmp_path, tokenizer, monkeypatch):
+    folder, marked = tmp_path / "run", []
+
+    def mark(path):
+        assert len(list(folder.glob("checkpoint-*"))) == 1 + bool(marked)
+        marked.append(path.name)
+        mark_whole(path)
+
+    monkeypatch.setattr("quell.torch.huggingface.mark_whole", mark)
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 4}
+    trainer_of("BERT", folder, plan, tokenizer, options).train()
+    assert marked == ["checkpoint-0", "checkpoint-2", "checkpoint-4"]
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
 def shorten(path):
     path.write_bytes(path.read_bytes()[:-1])
 

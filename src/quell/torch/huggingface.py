@@ -31,6 +31,7 @@ from quell.torch.shards import has_slices, read_slices, write_slices
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import rotate_checkpoints
 except ImportError as missing:
     raise QuellError(
         "quell.torch.huggingface needs transformers and accelerate: pip install 'quell[trainers]'"
@@ -185,10 +186,16 @@ class PrivateTrainer(Trainer):
         return {"key": path}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        home = self._get_output_dir(trial=trial)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # each process saves its random numbers
-        decided(lambda: mark_whole(folder))
+        decided(lambda: mark_whole(Path(home) / f"checkpoint-{self.state.global_step}"))
+        if self.args.should_save:  # older ones go when there is a whole one to go back to
+            rotate_checkpoints(home, limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._saves_slices:
@@ -260,7 +267,8 @@ class PrivateTrainer(Trainer):
         ]
         problems = {
             f"{', '.join(own_loss)} computes a loss of its own, which PrivateTrainer would replace by that of the "
-            "model's task: write your own loop with make_private": own_loss not in ([], ["SFTTrainer"]),
+            "model's task: write your own loop with make_private (docs/trainers.md has one for DPO)": own_loss
+            not in ([], ["SFTTrainer"]),
             "packing and padding_free put several examples into one row, so no example's gradient can be clipped: pass "
             "packing=False and padding_free=False": getattr(args, "packing", False)
             or getattr(args, "padding_free", False),
