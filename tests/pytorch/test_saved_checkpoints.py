@@ -11,7 +11,7 @@ from torch import nn
 
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, claims
-from quell.torch import load_checkpoint, make_private, save_checkpoint
+from quell.torch import load_checkpoint, make_private, save_checkpoint, shards
 from quell.torch.folders import is_whole
 from quell.torch.sharding import Slices, dealt
 
@@ -94,6 +94,16 @@ def test_saved_slices_become_any_others():
     assert torch.equal(dealt({"w": saved}, {"w": torch.zeros(5, 2)})["w"], whole.view(5, 2))
     with pytest.raises(QuellError, match=r"2 elements of a tensor of shape \(5, 2\) were not saved"):
         Slices(torch.Size([5, 2]), [(0, whole[:4]), (6, whole[6:])]).cut(0, 10)
+
+
+def test_parts_of_ranks_that_are_gone_are_not_read(monkeypatch, tmp_path):
+    """Trainer writes into the folder of a step again where a run that had more processes was there before."""
+    monkeypatch.setattr(shards, "gather", lambda value: [value])
+    for rank, ranks, value in ((1, 2, 1.0), (0, 2, 1.0), (0, 1, 2.0)):
+        monkeypatch.setattr(shards, "world", lambda rank=rank, ranks=ranks: (rank, ranks))
+        shards.write_slices({"w": torch.tensor([value]), "noise": shards.EveryRanks(value)}, tmp_path)
+    assert (tmp_path / "rank-1.pt").exists()
+    assert shards.read_slices(tmp_path) == {"w": torch.tensor([2.0]), "noise": [2.0]}
 
 
 def shorten(path):

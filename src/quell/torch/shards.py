@@ -38,10 +38,11 @@ def write_slices(state: Any, folder: Path) -> None:
             return {_OWN: len(own) - 1}
         return leaf
 
-    tree, rank = pytree.tree_map(kept, state), world()[0]
+    tree, (rank, ranks) = pytree.tree_map(kept, state), world()
     problem = None
     try:
-        write_file({"state": None if rank else tree, "slices": slices, "own": own}, folder / _name(rank))
+        part = {"state": None if rank else tree, "ranks": ranks, "slices": slices, "own": own}
+        write_file(part, folder / _name(rank))
     except OSError as error:
         problem = f"rank {rank} could not write its part of {folder}: {error}"
     for said in gather(problem):
@@ -50,15 +51,19 @@ def write_slices(state: Any, folder: Path) -> None:
 
 
 def read_slices(folder: Path) -> Any:
-    """The state, sharded tensors as `Slices` of files that are read when they are used."""
-    files = [read_file(folder / _name(rank)) for rank in range(len(list(folder.glob(_name("*")))))]
+    """The state, sharded tensors as `Slices` of files that are read when they are used.
+
+    The folder may also hold parts of ranks that an earlier run had beyond those of this one.
+    """
+    first = read_file(folder / _name(0))
+    files = [first, *(read_file(folder / _name(rank)) for rank in range(1, first["ranks"]))]
 
     def filled(leaf: Any) -> Any:
         if _stands_in(leaf) and _SLICED in leaf:
             return Slices(torch.Size(leaf["shape"]), [file["slices"][leaf[_SLICED]] for file in files])
         return [file["own"][leaf[_OWN]] for file in files] if _stands_in(leaf) else leaf
 
-    return pytree.tree_map(filled, files[0]["state"], is_leaf=_stands_in)
+    return pytree.tree_map(filled, first["state"], is_leaf=_stands_in)
 
 
 def has_slices(folder: Path) -> bool:
@@ -69,5 +74,5 @@ def _stands_in(leaf: Any) -> bool:
     return isinstance(leaf, dict) and (_SLICED in leaf or _OWN in leaf)
 
 
-def _name(rank: int | str) -> str:
+def _name(rank: int) -> str:
     return f"rank-{rank}.pt"
