@@ -70,6 +70,7 @@ def test_every_number_of_steps_can_be_spent():
     for steps, examples in product(range(1, 60), range(1, 60)):
         ways = questions._batches_and_epochs(steps, examples)
         assert (examples, steps) in ways
+        assert len({examples // size for size, _ in ways}) == len(ways)  # no way stands there twice
         assert all(epochs >= 1 and abs(epochs * (examples // size) - steps) <= 0.1 * steps for size, epochs in ways)
 
 

@@ -253,7 +253,7 @@ def test_diff_says_what_differs(files):
     assert (found["buffers"].first, found["buffers"].second) == (0, 1)
     assert not {"epsilon", "delta", "examples", "sampling"} & set(found)
     text = quell("diff", *map(str, files))
-    assert "B keeps 1 model copy, A none." in text
+    assert "B keeps 1 model copy, and A no model copies." in text
     ratio = found["rmse"].ratio
     said = f"{abs(1 - ratio):.0%} {'less' if ratio < 1 else 'more'} RMSE" if abs(1 - ratio) >= 0.005 else "as much RMSE"
     assert said in " ".join(text.split())

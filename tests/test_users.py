@@ -115,7 +115,7 @@ def test_a_run_of_users_is_counted_in_users(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"examples": 600}, "batches are drawn of examples or users: give one of them"),
+        ({"examples": 600}, "batches are drawn of examples or users, not both: give one of them"),
         ({"separation": 5}, "users= decides how often a user is used: leave separation and participations out"),
         ({"users": 5}, "batch_size=6 is larger than the data set of 5 users"),
         ({"users": 0}, "users=0 must be a whole number"),

@@ -57,9 +57,8 @@ class Optimizer:
             object.__setattr__(self, name, require_finite(name, getattr(self, name)))
         if 0 <= self.weight_decay < DECAY_RATE:
             raise QuellError(
-                f"weight_decay={self.weight_decay:g} must be the factor that multiplies the weights each step, such "
-                "as 0.9999: for an optimizer with learning rate lr and that weight_decay, "
-                f"1 - lr*{self.weight_decay:g}"
+                f"weight_decay={self.weight_decay:g} must be the factor that multiplies the weights each step: give "
+                f"1 - lr*{self.weight_decay:g} if that is the weight_decay of an optimizer with learning rate lr"
             )
         if not isinstance(self.adaptive, bool):
             raise QuellError(f"adaptive={short(self.adaptive)} must be True or False: is it an optimizer like Adam?")
@@ -175,7 +174,9 @@ class Run:
         count, batch_size = require_count(f"{drawn}s", count), require_count("batch_size", batch_size)
         epochs = require_count("epochs", epochs)
         if batch_size > count:
-            raise QuellError(f"batch_size={batch_size:,} is larger than the data set of {count:,} {drawn}s")
+            raise QuellError(
+                f"batch_size={batch_size:,} is larger than the data set of {count:,} {drawn}s: use a smaller one"
+            )
         steps = count // batch_size * epochs
         allowed, unit = named(sampling), "example" if drawn == "example" else "user"
         pattern = Participation(steps, count // batch_size)
@@ -346,5 +347,7 @@ def population(examples: int | None, users: int | None, groups: int | None) -> t
     given = {"example": examples, "user": users, "group": groups}
     known = [drawn for drawn, count in given.items() if count is not None] or ["example"]
     if len(known) > 1:
-        raise QuellError(f"batches are drawn of {' or '.join(f'{drawn}s' for drawn in known)}: give one of them")
+        raise QuellError(
+            f"batches are drawn of {' or '.join(f'{drawn}s' for drawn in known)}, not both: give one of them"
+        )
     return known[0], given[known[0]]

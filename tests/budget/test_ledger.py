@@ -364,7 +364,7 @@ def test_the_command_does_the_same(tmp_path, plan):
     assert documented.in_tables("budget show") == [shown.keys()]
     spent = Budget(file).spent()
     assert shown["spent"]["counted"] == shown["spent"]["adaptive_epsilon"] == spent.adaptive_epsilon > spent.epsilon
-    assert "2 runs together" in run("show", file, "--delta", "1e-6")
+    assert "Spent by 2 runs" in run("show", file, "--delta", "1e-6")
     assert "all 11 claims hold" in run("verify", file)
     assert json.loads(run("verify", file, "--json"))["true"] is True
     run("add", file, saved)

@@ -110,9 +110,9 @@ OBJECTIVES = {
         lambda measured, sigma: measured.error.maxse * sigma,
     ),
     "loss": Objective(
-        "predicted loss as DP-SGD's σ",
+        "σ of an equally good DP-SGD",
         "as σ",
-        ("σ of an equal DP-SGD", "the σ with which DP-SGD is predicted to train equally well"),
+        ("σ of an equally good DP-SGD", "the σ with which DP-SGD is predicted to train equally well"),
         lambda measured, sigma: measured.noise.equivalent(sigma),
         predicts_loss=True,
     ),

@@ -20,7 +20,7 @@ from quell.planning import Plan
 from quell.show import many_runs
 
 HELP = """
-What all runs on one data set may spend together, and have spent.
+Count what all runs on one data set spend together, and refuse what exceeds it.
 
 [bold]Examples[/bold]
 

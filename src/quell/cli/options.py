@@ -53,7 +53,7 @@ stated = _panel("What is known about the data", metavar="<text>")
 _ALL = ", ".join(SCHEMES)
 _DIVERGENT = ", ".join(family.name for family in FAMILIES.values() if DIVERGENCE in family.takes)
 _WITH_RULE = ", ".join(family.name for family in FAMILIES.values() if "training" in family.objectives)
-GOALS = f"What to minimise: {', '.join(f'{name} ({each.title})' for name, each in OBJECTIVES.items())}."
+GOALS = f"What to minimise: {', '.join(f'{name} ({each.meaning[0]})' for name, each in OBJECTIVES.items())}."
 
 
 def mechanism_names(incomplete: str) -> list[str]:
@@ -75,7 +75,11 @@ BatchSize = Annotated[int | None, the_run("Examples per step. Required.", **COUN
 Epochs = Annotated[int | None, the_run("Passes over the data. Required.", **COUNT)]
 Steps = Annotated[int | None, the_run("Instead of --examples and --batch-size: steps of the whole run.", **COUNT)]
 Sampling = Annotated[
-    str, the_run(f"How batches are formed: {_ALL}; several to choose from; or best.", autocompletion=_scheme_names)
+    str,
+    the_run(
+        f"How batches are formed: {_ALL}; several with commas, of which the plan takes the best; or best.",
+        autocompletion=_scheme_names,
+    ),
 ]
 Momentum = Annotated[float, optimizer("Momentum of the optimizer.", **NUMBER)]
 _DECAY = "Factor on the weights each step: 1 - lr * weight_decay. 1 means no decay."
@@ -96,7 +100,7 @@ _USERS = (
     "How many users there are, or a table with the user of each example (.csv, .tsv, .txt, .npy): batches are drawn of "
     "users, and --batch-size counts users."
 )
-_COLUMN = "The column of that table with the users' ids; sender,receiver where examples have several users."
+_COLUMN = "The column of that table with the users' ids. Where examples have several users: sender,receiver."
 _SEPARATION = "Batches of examples: fewest steps between two participations of a user (with --steps: of an example)."
 _NORMALISE = "--column-normalise/--no-column-normalise"
 _OBJECTIVE = (

@@ -56,7 +56,7 @@ def plan(
         int | None, user("With a table: rows that a user brings to a step. Default: 1.", **options.COUNT)
     ] = None,
     explain: Annotated[
-        bool, output("Also say why, what would change it, and what all words mean.", "--explain")
+        bool, output("Also say why this one, what would change that, and what the words mean.", "--explain")
     ] = False,
     save: options.Save = None,
     plot: options.Plot = None,
@@ -131,8 +131,8 @@ def plan(
 def _refuse_unused(steps: int | None, rest: options.Given) -> None:
     if steps is not None and (unused := [options.flag(name) for name, value in rest.items() if value is not None]):
         raise QuellError(
-            f"--steps only compares ways to spend them, so it does not go with {', '.join(unused)}: choose one, then "
-            "plan it with --batch-size and --epochs"
+            f"--steps compares ways to spend that many steps, so it does not go with {', '.join(unused)}: leave them "
+            "out, choose a way, then plan it with --batch-size and --epochs"
         )
 
 

@@ -24,7 +24,7 @@ def watch(
     html: Annotated[Path | None, options.output("Also write a page, again and again: it reloads itself.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show a run while it trains, from its log; it ends with the run, or with Ctrl-C."""
+    """Show a run while it trains, from its log, until the run ends or you press Ctrl-C."""
     from quell.watching.reading import Follower
 
     require_writable([html])

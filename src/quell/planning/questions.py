@@ -235,6 +235,7 @@ def choices_for_steps(
 def _batches_and_epochs(steps: int, examples: int) -> list[tuple[int, int]]:
     """Batch sizes that double, each with the epochs that come within a tenth of the steps; the last is all examples."""
     sizes = [max(1, round(examples * 2**e / steps)) for e in range(steps.bit_length()) if 2**e < steps] + [examples]
+    sizes = list({examples // size: size for size in sizes}.values())  # of those with as many batches, the largest
     ways = {size: round(steps / (examples // size)) for size in sizes}
     near = {size: n for size, n in ways.items() if abs(n * (examples // size) - steps) <= 0.1 * steps}
     return list(near.items())

@@ -43,7 +43,9 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), Handler)
         except (OSError, OverflowError) as problem:
-            raise QuellError(f"cannot listen on port {port}: {problem}; choose another --port, 0 for any") from problem
+            raise QuellError(
+                f"cannot listen on port {port}: {str(problem).rstrip('.')}; choose another --port, 0 for any"
+            ) from problem
         self.run, self.desk = run, Desk()
         live = {"controls": controls(run, usual_delta), "presets": presets()}
         self.page = document(None, "This page needs scripts; quell plan prints the same.", live)

@@ -50,7 +50,7 @@ def sentences(found: Sequence[Difference]) -> list[str]:
         lines.append(f"B promises less in one way and more in the other: {changed}.")
     for name, text in (
         ("unit", "B protects each {second}, A each {first}."),
-        ("neighbours", "B's promise is about {second} neighbours, A's about {first} ones."),
+        ("neighbours", "B's promise is about {second} neighbours, A's about {first} neighbours."),
         ("sampling", "B needs batches formed by {second} sampling, A by {first} sampling."),
         ("mechanism", "B's noise is {second}, A's is {first}."),
     ):
@@ -67,8 +67,11 @@ def sentences(found: Sequence[Difference]) -> list[str]:
         if name in by_name:
             verb, when = ("keeps", "") if name == "buffers" else ("makes", " per step")
             first, second = int(by_name[name].first or 0), int(by_name[name].second or 0)
-            both = [words.counted(count, thing) if count else "none" for count in (second, first)]
-            lines.append(f"B {verb} {both[0]}{when}, A {both[1]}.")
+            both = [
+                words.counted(count, thing) if count else words.counted(0, thing).replace("0", "no")
+                for count in (second, first)
+            ]
+            lines.append(f"B {verb} {both[0]}{when}, and A {both[1]}.")
     return lines
 
 

@@ -19,7 +19,7 @@ COLUMNS = {  # in few words, and in full
     "sampling": ("how batches are formed", "how batches are formed; the promise holds for no other way"),
     "σ": ("noise multiplier", "noise multiplier, the standard deviation of the noise per unit of clip norm"),
     **{each.column: each.meaning for each in OBJECTIVES.values()},
-    "gain": ("DP-SGD's RMSE over this", "DP-SGD's RMSE divided by this one (estimated where batches are random)"),
+    "gain": ("times less RMSE than DP-SGD", "DP-SGD's RMSE divided by this one (estimated where batches are random)"),
     "mem": ("model copies kept", "model-sized vectors kept between steps"),
     "draws": ("noise vectors per step", "noise vectors made per step"),
 }
@@ -29,7 +29,7 @@ _LETTERS = {
     "gamma": ("power", "power of the noise design: 0 is DP-SGD, and more cancels more"),
     "buffers": ("buffers", "buffers, the model-sized vectors that its noise is made from"),
     HORIZON: ("steps the design looks back", "how many steps back the noise design looks"),
-    DIVERGENCE: ("designed for random batches", "how much random batches the noise design counts on"),
+    DIVERGENCE: ("how much it counts on random batches", "how much random batches the noise design counts on"),
 }
 _STAR = ("normalised columns", "columns of C scaled to norm 1")
 _MARKS = {

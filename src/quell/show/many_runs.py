@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quell.tuning import TuningPlan, Way
 
 _FIXED = "plans fixed in advance"
-_FREE = "plans chosen with earlier results in view"
+_FREE = "plans that may depend on earlier results"
 
 
 def budget_title(allowed: Allowance) -> str:
@@ -38,9 +38,9 @@ def budget_spent(allowed: Allowance, spent: Spent) -> list[str]:
     left = "the budget is spent" if used >= allowed.epsilon else f"{used / allowed.epsilon:.0%} of the budget"
     share = f" ({left})" if spent.delta == allowed.delta and math.isfinite(used) else ""
     return [
-        f"{words.counted(spent.runs, 'run')} together: {_epsilon(used)} at δ = {words.number(spent.delta)} per "
+        f"Spent by {words.counted(spent.runs, 'run')}: {_epsilon(used)} at δ = {words.number(spent.delta)} per "
         f"{allowed.unit}{share}, for {decisive}.",
-        f"For {other}: {_epsilon(counted[other])}. Adding up promises: {_epsilon(spent.naive_epsilon)} at δ = "
+        f"For {other}: {_epsilon(counted[other])}. The sum of all promises: {_epsilon(spent.naive_epsilon)} at δ = "
         f"{words.number(spent.naive_delta)}.",
     ]
 
@@ -90,8 +90,8 @@ def ways_table(ways: Sequence[Way], law: str) -> Table:
 
 
 WAYS = (
-    "ε of one: of each trial, with fixed batches. noise: over that of one run with the whole promise. missed: how "
-    "likely it is that a given setting is never tried."
+    "ε of one: the ε of each trial, with fixed batches. noise: a trial's noise divided by that of one run with the "
+    "whole promise. missed: the probability that a given setting is never tried."
 )
 
 
@@ -117,8 +117,8 @@ def search_lines(search: TuningPlan) -> list[str]:
     secret = (
         "Everything may be released, and settings may depend on earlier scores."
         if search.law == "all"
-        else "Release only the best trial: how many there were, their scores and other models must stay secret, and "
-        "settings are drawn at random."
+        else "Release only the best trial. The number of trials, their scores and the other models must stay secret, "
+        "and settings must be drawn at random."
     )
     return [
         *trials,

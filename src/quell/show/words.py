@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CHANGES = {"epochs": "Twice the epochs", "batch_size": "Batches twice as large"}
 NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
-MORE = "Why this one, what would change it, and what all words mean: --explain."
+MORE = "Add --explain to see why this one was chosen, what would change that, and what the words mean."
 _SAME_RATE = 0.1  # learning rates that differ by less are called the same
 _DIGITS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -144,11 +144,11 @@ def attacker(meaning: Meaning, unit: str) -> str:
     alone, *groups = meaning.true_positives.items()
     accused, found = zip(*((percent(rate), percent(share)) for rate, share in alone[1].items()), strict=True)
     exact = "" if meaning.mu is None else f" (Gaussian DP with μ = {at_least(meaning.mu, 4)})"
-    others = [f"{counted(size, unit)} {' and '.join(map(percent, row.values()))}" for size, row in groups]
+    others = [f"{' and '.join(map(percent, row.values()))} for {size} {unit}s" for size, row in groups]
     return (
         f"The best attack on who was in the data finds at most {found[0]} of the {unit}s that were used if it "
-        f"wrongly accuses {accused[0]} of others, and {found[1]} if it accuses {accused[1]}{exact}. Groups: "
-        f"{', '.join(others)}."
+        f"wrongly accuses {accused[0]} of others, and {found[1]} if it accuses {accused[1]}{exact}. "
+        f"It finds groups more easily: {', '.join(others)}."
     )
 
 
@@ -303,12 +303,12 @@ def learning_rate(plan: Plan, answers: Answers) -> list[str]:
     if plan.mechanism.family is INDEPENDENT:
         return []
     if answers.learning_rate is None:
-        return ["This noise cancels from step to step, so it usually wants 1 to 10 times the learning rate of DP-SGD."]
+        return ["This noise cancels from step to step: its best learning rate is usually 1 to 10 times that of DP-SGD."]
     same = abs(answers.learning_rate - 1) <= _SAME_RATE
     rate = "the same learning rate as" if same else f"about {answers.learning_rate:.2g} times the learning rate of"
     return [
-        f"This noise cancels from step to step: start from {rate} DP-SGD (predicted; docs/learning-rates.md says how "
-        "well)."
+        f"This noise cancels from step to step: start from {rate} DP-SGD (a prediction; docs/learning-rates.md says "
+        "how good it is)."
     ]
 
 
@@ -322,8 +322,8 @@ def other_designs(mechanism: Mechanism) -> str | None:
 def usual_delta(run: Run) -> str:
     """What δ is where none was given."""
     return (
-        f"δ = {number(run.delta)} is the default, a power of ten of at most 1/(10 · {run.drawn}s): choose another with "
-        "--delta."
+        f"δ = {number(run.delta)} is the default, the largest power of ten up to 1/(10 · {run.drawn}s). To choose "
+        "another: --delta."
     )
 
 
