@@ -27,15 +27,13 @@ from quell.torch import load_checkpoint, make_private, save_checkpoint
 from quell.torch.huggingface import PrivateTrainer
 from quell.torch.lightning import Private
 from tests.pytorch.conftest import small_plan
-from tests.pytorch.ranks import results, weights
+from tests.pytorch.ranks import KINDS, WAYS, results, weights
 from tests.pytorch.test_huggingface import Stop, bert, trainer_of
 from tests.pytorch.test_lightning import Module, trainer
 from tests.pytorch.test_lightning import Stop as Crash
 from tests.pytorch.training import examples
 
 CHECKPOINT = 4  # the step of it
-KINDS = ("ddp", "fsdp", "fsdp, sharded", "fsdp, bf16")
-WAYS = [f"{way}{kind}" for way in ("", "hugging face ", "lightning ") for kind in KINDS]
 LOWERED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 
 

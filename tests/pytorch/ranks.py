@@ -29,6 +29,8 @@ SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
     "ddp empty": ("layers", False, "identity", "poisson"),
     "fsdp empty": ("layers", True, "identity", "poisson"),
 }
+KINDS = ("ddp", "fsdp", "fsdp, sharded", "fsdp, bf16")  # what launched.py runs, by a loop and in trainers
+WAYS = [f"{way}{kind}" for way in ("", "hugging face ", "lightning ") for kind in KINDS]
 
 
 def build(name: str, physical: int | None = None, width: int = 7, log: Log | None = None):

@@ -409,6 +409,28 @@ class OwnLossOfOne(nn.Module):
         return (x @ self.weight.t() - 1).square().sum()
 
 
+class LayerScale(nn.Module):
+    """As timm's, behind a layer that starts at zero: at first no output shows which numbers the scale meets."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.gamma
+
+
+def test_a_scale_of_tokens_that_are_as_many_as_examples():
+    model = nn.Sequential(LayerScale())
+    engine = LayerEngine(model, dict(model.named_parameters()), 1e-3, "sum")
+    model(torch.zeros(4, 4, 3)).sum().backward()
+    engine.collect()
+    x = torch.zeros(4, 4, 3)
+    x[0] = torch.randn(4, 3)  # one example, which moves the sum by no more than the bound
+    model(x).sum().backward()
+    assert float(engine.collect()[1][0].norm()) <= 1e-3
+
+
 def test_a_loss_does_not_show_whose_copy_of_a_parameter_it_used():
     x = torch.randn(8, 5)
     x[1] *= 100

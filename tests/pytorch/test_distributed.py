@@ -14,8 +14,7 @@ from quell.watching.log import NORMS
 
 from .conftest import small_plan, unpriced_poisson_plan
 from .forks import run_script
-from .launched import WAYS
-from .ranks import SCENARIOS
+from .ranks import SCENARIOS, WAYS
 from .training import logged_rows
 
 pytestmark = pytest.mark.slow  # every number of ranks is as many processes

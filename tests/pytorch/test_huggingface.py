@@ -276,3 +276,18 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "quell.torch.huggingface")
     with pytest.raises(QuellError, match=r"needs transformers and accelerate: pip install 'quell\[trainers\]'"):
         importlib.import_module("quell.torch.huggingface")
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"is_deepspeed_enabled": True}, "DeepSpeed is not supported"),
+        ({"is_fsdp_enabled": True}, r"FSDP1 .* fsdp_config=\{'version': 2\}"),  # accelerate shards nothing on a CPU
+        ({"is_distributed_loading_by_transformers": True}, "was sharded when it was loaded"),
+    ],
+)
+def test_ways_to_shard_that_are_refused(state, message, plan, tmp_path):
+    trainer = trainer_of(bert(), tmp_path, plan)
+    vars(trainer).update(state)
+    with pytest.raises(QuellError, match=message):
+        trainer._refuse_what_would_break_the_promise(trainer.args)

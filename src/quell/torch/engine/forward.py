@@ -135,7 +135,7 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> Any:
-    """Parameters row by row where the layer can take them so, others by torch.func."""
+    """Parameters whose first dimension is 1 row by row where the layer can take them so, others by torch.func."""
     if layer.row_by_row is None:
         layer.row_by_row = _takes_rows(engine, module, layer, args, kwargs)
     if layer.row_by_row:  # None, in a batch of one row, is as good as False
@@ -175,30 +175,24 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
 
 def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[str, Tensor]:
     assert engine.rows is not None
-    rows = engine.rows
+    own, rows = module._parameters, engine.rows
     return {
-        name: per_row(one, rows, engine.anchor, engine.arrival(module, _row_rule(name)))
-        for name, one in _one_row(module, layer).items()
+        name: per_row(own[name], rows, engine.anchor, engine.arrival(module, _row_rule(name))) for name in layer.trained
     }
 
 
-def _one_row(module: nn.Module, layer: Layer) -> dict[str, Tensor]:
-    """The trained parameters with a first dimension of 1, for rows; those without get one."""
-    own = {name: module._parameters[name] for name in layer.trained}
-    return {name: p if p.dim() > 1 and len(p) == 1 else p[None] for name, p in own.items() if p is not None}
-
-
 def _takes_rows(engine: LayerEngine, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:
-    """Whether every parameter may be given once per row: None where a single row cannot tell.
+    """Whether every (1, ...) parameter may be given once per row: None where a single row cannot tell.
 
     The output must be the same, and a change to one row's copy must change that row of the output alone. Outputs
     without rows, such as a loss, do not show whose copy they used.
     """
-    if any(module._parameters.get(name) is None for name in layer.trained):
+    own = {name: module._parameters[name] for name in layer.trained}
+    if any(p is None or p.dim() < 2 or len(p) != 1 for p in own.values()):
         return False
     if engine.rows is None or engine.rows < 2:
         return None
-    whole = {name: p.detach().expand(engine.rows, *p.shape[1:]) for name, p in _one_row(module, layer).items()}
+    whole = {name: p.detach().expand(engine.rows, *p.shape[1:]) for name, p in own.items() if p is not None}
     changed = {name: p.clone() for name, p in whole.items()}
     for p in changed.values():
         p[0] += 1.0
@@ -260,7 +254,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 def _row_rule(name: str) -> Rule:
     def rule(layer: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
-        each = by_unit(gradients[0], rows).sum(1)
-        yield name, Rows(each.view(len(each), *getattr(layer, name).shape))
+        yield name, Rows(by_unit(gradients[0], rows).sum(1).unsqueeze(1))
 
     return rule
