@@ -105,8 +105,8 @@ def _log_ratio(seen: truth.Array, matrix: truth.Array, scheme: Scheme, patterns:
         case Poisson() | CyclicPoisson():
             once = seen @ matrix - 0.5 * np.sum(matrix**2, axis=0)  # columns of a group do not overlap
             coins = np.logaddexp(math.log1p(-scheme.rate), math.log(scheme.rate) + once)
-            groups = np.array([coins[:, group :: scheme.separation].sum(axis=1) for group in range(scheme.separation)])
-            return np.asarray(logsumexp(groups, axis=0) - math.log(scheme.separation))
+            groups = np.array([coins[:, group :: scheme.groups].sum(axis=1) for group in range(scheme.groups)])
+            return np.asarray(logsumexp(groups, axis=0) - math.log(scheme.groups))
     rows, chances = truth.patterns(scheme)
     return truth.log_ratio(seen, rows @ matrix.T, np.log(chances))
 

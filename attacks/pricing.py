@@ -116,7 +116,7 @@ def about(matrix: Matrix, scheme: Scheme, epsilon: float, delta: float, random: 
         low, high = (low, move) if truth.gaussian_delta(move, epsilon) > delta else (move, high)
     jitter = float(random.uniform(0.85, 1.2))
     if isinstance(scheme, Poisson | CyclicPoisson):  # by the central limit theorem
-        rounds = -(-scheme.steps // scheme.separation)
+        rounds = -(-scheme.steps // scheme.groups)
         column = float(np.linalg.norm(matrix, axis=0).max())
         return float(column * jitter * max(0.5, 1 / math.log1p(low**2 / (scheme.rate**2 * rounds)) ** 0.5))
     move = truth.worst_move(matrix, scheme.separation, scheme.participation.count, random)
@@ -146,7 +146,7 @@ def true_delta(
             return truth.fixed_delta(matrix, participation.separation, participation.count, sigma, epsilon, seed)
         case Poisson() | CyclicPoisson():  # who is in which group counts as known: the worst group
             columns = np.linalg.norm(matrix, axis=0) / sigma
-            groups = [columns[group :: scheme.separation] for group in range(scheme.separation)]
+            groups = [columns[group :: scheme.groups] for group in range(scheme.groups)]
             worst = max(groups, key=lambda moves: float(np.sum(moves**2)))
             return truth.coin_delta(worst, scheme.rate, epsilon)
     rows, chances = truth.patterns(scheme)

@@ -122,6 +122,15 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor[1:] in anchors(path), f"{label} leads to {target}{anchor}"
 
 
+def test_the_map_of_the_code_names_files_and_functions_that_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    sources = {path: path.read_text() for room in ("src/quell", "tests") for path in (ROOT / room).rglob("*.py")}
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        assert any(f"/{path}".endswith(f"/{name}") for path in sources), name
+    for owner, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", page):
+        assert any(f"class {owner}" in text and f"def {method}(" in text for text in sources.values()), (owner, method)
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     named = re.findall(r"([\w/-]+\.md)$", navigation, re.MULTILINE)

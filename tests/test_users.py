@@ -108,14 +108,14 @@ def test_a_run_of_users_is_counted_in_users(tmp_path):
     for odd in ({"examples": 60}, {"separation": 5}):
         content["run"] |= odd
         (tmp_path / "plan.json").write_text(json.dumps(content))
-        with pytest.raises(QuellError, match=r"give one of them|decides how often"):
+        with pytest.raises(QuellError, match=r"not both|decides how often"):
             file.verify(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"examples": 600}, "batches are drawn of examples or users, not both: give one of them"),
+        ({"examples": 600}, "batches are drawn of examples or users, not both: give one"),
         ({"separation": 5}, "users= decides how often a user is used: leave separation and participations out"),
         ({"users": 5}, "batch_size=6 is larger than the data set of 5 users"),
         ({"users": 0}, "users=0 must be a whole number"),

@@ -28,7 +28,11 @@ def at_least(value: float, digits: int = 6) -> str:
 
 
 class QuellError(ValueError):
-    """A request that cannot be honoured as stated."""
+    """A request that cannot be honoured as stated; `about` names the parameter that was wrong, where it is one."""
+
+    def __init__(self, message: str, about: str | None = None) -> None:
+        super().__init__(message)
+        self.about = about
 
 
 def require_finite(name: str, value: float) -> float:
@@ -38,14 +42,14 @@ def require_finite(name: str, value: float) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise QuellError(f"{name}={short(value)} is not a finite number: pass an ordinary number")
+        raise QuellError(f"{name}={short(value)} is not a finite number: pass an ordinary number", name)
     return number
 
 
 def require_count(name: str, value: float | None, least: int = 1) -> int:
     """`value` as an int, refused when it is not whole or below `least`."""
     if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < _MOST or value != int(value):
-        raise QuellError(f"{name}={short(value)} must be a whole number of at least {least}")
+        raise QuellError(f"{name}={short(value)} must be a whole number of at least {least}", name)
     return int(value)
 
 
@@ -68,7 +72,9 @@ def read_count(name: str, text: str | int, least: int = 1) -> int:
             return require_count(name, int(value), least)
     except DecimalException:  # not a number, or far too long
         pass
-    raise QuellError(f"{name}={short(text)} must be a whole number of at least {least}, such as 50000, 50,000 or 50k")
+    raise QuellError(
+        f"{name}={short(text)} must be a whole number of at least {least}, such as 50000, 50,000 or 50k", name
+    )
 
 
 def short(value: object) -> str:
@@ -90,9 +96,13 @@ def require_privacy(epsilon: float, delta: float) -> tuple[float, float]:
     """(epsilon, delta) as floats with epsilon > 0 and 0 < delta < 1."""
     epsilon, delta = require_finite("epsilon", epsilon), require_finite("delta", delta)
     if epsilon <= 0:
-        raise QuellError(f"epsilon={epsilon:g} must be positive: smaller means more private, 1 to 10 is common")
+        raise QuellError(
+            f"epsilon={epsilon:g} must be positive: smaller means more private, 1 to 10 is common", "epsilon"
+        )
     if not 0 < delta < 1:
-        raise QuellError(f"delta={delta:g} must lie strictly between 0 and 1: take at most 1/examples, e.g. 1e-5")
+        raise QuellError(
+            f"delta={delta:g} must lie strictly between 0 and 1: take at most 1/examples, e.g. 1e-5", "delta"
+        )
     return epsilon, delta
 
 

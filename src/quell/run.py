@@ -174,9 +174,8 @@ class Run:
         count, batch_size = require_count(f"{drawn}s", count), require_count("batch_size", batch_size)
         epochs = require_count("epochs", epochs)
         if batch_size > count:
-            raise QuellError(
-                f"batch_size={batch_size:,} is larger than the data set of {count:,} {drawn}s: use a smaller one"
-            )
+            larger = f"batch_size={batch_size:,} is larger than the data set of {count:,} {drawn}s"
+            raise QuellError(f"{larger}: use a smaller one", "batch_size")
         steps = count // batch_size * epochs
         allowed, unit = named(sampling), "example" if drawn == "example" else "user"
         pattern = Participation(steps, count // batch_size)
@@ -347,7 +346,5 @@ def population(examples: int | None, users: int | None, groups: int | None) -> t
     given = {"example": examples, "user": users, "group": groups}
     known = [drawn for drawn, count in given.items() if count is not None] or ["example"]
     if len(known) > 1:
-        raise QuellError(
-            f"batches are drawn of {' or '.join(f'{drawn}s' for drawn in known)}, not both: give one of them"
-        )
+        raise QuellError(f"batches are drawn of {' or '.join(f'{each}s' for each in known)}, not both: give one")
     return known[0], given[known[0]]

@@ -29,12 +29,13 @@ class PrivacyReport:
 
     `epsilon_at_the_end` and `delta` hold after all `steps`. `epsilon_so_far` holds for the steps released so far, at
     the same δ; `epsilon_so_far_is` says whether it was certified for them or is that of the whole run. Both are for one
-    `unit` more or less, an example or a user with all rows (`adjacency`), and need batches formed as
-    `sampling_assumption` says. `failure_probability` is that of Monte-Carlo accounting and is already included in
+    `unit` more or less, an example or a user with all rows (`adjacency`), and need batches of what is `drawn`, formed
+    as `sampling_assumption` says. `failure_probability` is that of Monte-Carlo accounting and is already included in
     `delta`. `meaning` is what the whole run lets the best attacker find out.
     """
 
     unit: str
+    drawn: str
     adjacency: str
     sampling: str
     sampling_assumption: str
@@ -97,6 +98,7 @@ def privacy_report(
     so_far, kind = spent(mechanism, batches.scheme, step, released)
     return PrivacyReport(
         unit=f"one {words.whom(batches.unit)}",
+        drawn=batches.unit,
         adjacency=guarantee.adjacency,
         sampling=guarantee.sampling,
         sampling_assumption=statement.assumption(guarantee.sampling, batches.unit),

@@ -16,13 +16,11 @@ the recursion and its derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from quell._types import Array
 from quell.algebra import _banded_kernels as kernels
-from quell.algebra.descent import Convergence, minimise
+from quell.algebra.descent import Solution, Watch, minimise
 from quell.errors import QuellError
 
 _LARGE = 4_000_000  # unknowns from which memory decides: a shorter history, in single precision
@@ -98,12 +96,8 @@ def normalise_columns(bands: Array) -> Array:
 
 
 def optimise(
-    start: Array,
-    workload_inverse: Array,
-    *,
-    max_iterations: int = 500,
-    on_iteration: Callable[[Convergence], None] | None = None,
-) -> tuple[Array, Convergence]:
+    start: Array, workload_inverse: Array, *, max_iterations: int = 500, on_iteration: Watch | None = None
+) -> Solution:
     """The optimal banded strategy with columns of norm one (Problem 2.1), and how the optimisation went.
 
     Args:

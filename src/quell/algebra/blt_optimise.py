@@ -14,7 +14,7 @@ loss by a millionth is not kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,10 +22,8 @@ import numpy as np
 from quell._types import Array
 from quell.algebra.blt import BLT, from_gaps
 from quell.algebra.blt_loss import Objective, Problem, coordinates_of, gaps_of, identity_loss, log_loss, problem_of
-from quell.algebra.descent import Convergence, minimise
+from quell.algebra.descent import Convergence, Solution, Watch, minimise
 from quell.errors import require_count
-
-Progress = Callable[[Convergence], None]
 
 _WORTHWHILE = 1e-6  # relative gain below which a buffer is dropped
 _RANDOM_STARTS = 1
@@ -41,7 +39,7 @@ def optimise_blt(
     participations: int = 1,
     separation: int | None = None,
     objective: Objective = "rmse",
-    on_iteration: Progress | None = None,
+    on_iteration: Watch | None = None,
 ) -> tuple[BLT, Convergence]:
     """The BLT with at most `buffers` buffers of least sensitivity × error, and how the search went.
 
@@ -81,7 +79,7 @@ def optimise_blt(
 # ---- sizes, from small to large ----
 
 
-def _ladder(problem: Problem, most: int, on_iteration: Progress | None) -> Iterator[tuple[BLT, Convergence]]:
+def _ladder(problem: Problem, most: int, on_iteration: Watch | None) -> Iterator[tuple[BLT, Convergence]]:
     """The best of size 0, 1, …, most, each size no worse than the one before."""
     gaps, loss = np.empty(0), identity_loss(problem)
     how = Convergence(0, 1, loss, 0.0, 0.0, True, "No buffers: nothing to optimise.")
@@ -103,9 +101,7 @@ def _ladder(problem: Problem, most: int, on_iteration: Progress | None) -> Itera
         yield _found(gaps, how)
 
 
-def _descend(
-    problem: Problem, start: Array, max_iterations: int, on_iteration: Progress | None
-) -> tuple[Array, Convergence]:
+def _descend(problem: Problem, start: Array, max_iterations: int, on_iteration: Watch | None) -> Solution:
     return minimise(
         lambda theta: log_loss(problem, theta),
         start,

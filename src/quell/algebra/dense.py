@@ -18,7 +18,6 @@ each of which is one matrix product, (V diag(l_r) Vᵀ)∘(V diag(l_r) Vᵀ). At
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,7 @@ from scipy import linalg
 from threadpoolctl import threadpool_limits
 
 from quell._types import Array
-from quell.algebra.descent import Convergence
+from quell.algebra.descent import Convergence, Solution, Watch
 from quell.errors import QuellError
 
 _SETTLED = 1e-14  # slope squared, relative: the loss is then above its lower bound by a hundred times that at most
@@ -37,9 +36,7 @@ _SHORTEST = 1e-6  # step of a line search
 _ITERATIONS = 100
 
 
-def optimise_dense(
-    workload: Array, on_iteration: Callable[[Convergence], None] | None = None
-) -> tuple[Array, Convergence]:
+def optimise_dense(workload: Array, on_iteration: Watch | None = None) -> Solution:
     """The lower-triangular C (n, n) with columns of norm one that minimises ‖A C⁻¹‖_F, and how it went.
 
     workload: A, (n, n) lower triangular with a non-zero diagonal. `on_iteration` is called after every step.
@@ -57,7 +54,7 @@ def optimise_dense(
         return _optimise(workload, on_iteration)
 
 
-def _optimise(workload: Array, on_iteration: Callable[[Convergence], None] | None) -> tuple[Array, Convergence]:
+def _optimise(workload: Array, on_iteration: Watch | None) -> Solution:
     largest = float(np.abs(workload).max())
     workload = workload / largest
     gram = workload.T @ workload

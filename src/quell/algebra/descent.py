@@ -61,6 +61,10 @@ class Convergence:
     reason: str
 
 
+Watch = Callable[[Convergence], None]  # called after every accepted step
+Solution = tuple[Array, Convergence]
+
+
 def minimise(
     objective: Objective,
     start: Array,
@@ -74,8 +78,8 @@ def minimise(
     newton: Callable[[Array], Callable[[Array], None]] | None = None,
     history_dtype: npt.DTypeLike = np.float64,
     overwrite_start: bool = False,
-    on_iteration: Callable[[Convergence], None] | None = None,
-) -> tuple[Array, Convergence]:
+    on_iteration: Watch | None = None,
+) -> Solution:
     """Minimise `objective` from `start`; return the point and how it went.
 
     Args:

@@ -24,7 +24,7 @@ import numpy as np
 
 from quell._types import Array
 from quell.algebra.decoder import Decoder, backwards, correlate, dot
-from quell.algebra.descent import Convergence, minimise
+from quell.algebra.descent import Convergence, Solution, Watch, minimise
 from quell.algebra.recursion import impulse_response, recursion
 from quell.errors import QuellError
 
@@ -97,11 +97,8 @@ def curvature_of_inverse(theta: Array, energy: Energy, steps: int) -> Array:
 
 
 def minimise_quotient(
-    decoder: Decoder,
-    start: Array,
-    energy: Energy | None = None,
-    on_iteration: Callable[[Convergence], None] | None = None,
-) -> tuple[Array, Convergence]:
+    decoder: Decoder, start: Array, energy: Energy | None = None, on_iteration: Watch | None = None
+) -> Solution:
     """The c with c_0 = 1 that minimises energy(c)·Σ v_t·w_t² for w = a/c, from a start with c_0 = 1.
 
     Without an energy it is ‖c‖², by which coefficients stay positive of themselves; for others they are kept so.
@@ -120,12 +117,8 @@ def minimise_quotient(
 
 
 def minimise_product(
-    decoder: Decoder,
-    start: Array,
-    energy: Energy,
-    smooth: bool,
-    on_iteration: Callable[[Convergence], None] | None = None,
-) -> tuple[Array, Convergence]:
+    decoder: Decoder, start: Array, energy: Energy, smooth: bool, on_iteration: Watch | None = None
+) -> Solution:
     """The θ with θ_0 = 1 that minimises energy(|1/θ|)·Σ v_t·w_t² for w = a·θ, from such a start.
 
     At the optimum θ nearly vanishes at 1: one root is very slow, and the loss depends on its distance from 1 in
@@ -147,7 +140,7 @@ def minimise_product(
         quadratic = 2 * form / error - 4 * np.outer(slope, slope) / error**2
         return np.asarray(quadratic + curvature_of_inverse(theta, energy, decoder.steps))
 
-    def search(free: Array, expand: Expansion, **options: Any) -> tuple[Array, Convergence]:
+    def search(free: Array, expand: Expansion, **options: Any) -> Solution:
         return _minimise_log(loss, decoder, free, expand, on_iteration, **options)
 
     if not smooth:
@@ -213,11 +206,11 @@ def _minimise_log(
     decoder: Decoder,
     free: Array,
     expand: Expansion,
-    on_iteration: Callable[[Convergence], None] | None,
+    on_iteration: Watch | None,
     improvement: float = _IMPROVEMENT,
     most: int | None = None,
     curvature: Callable[[Array], Array] | None = None,
-) -> tuple[Array, Convergence]:
+) -> Solution:
     """Minimise the logarithm of a loss of the coefficients `expand`ed from free parameters.
 
     A point that its horizon does not cover has no loss: a sum cut short is too small, and a search would run after

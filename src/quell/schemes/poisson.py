@@ -30,6 +30,7 @@ class Poisson(Scheme):
     name: ClassVar[str] = "poisson"
     words: ClassVar[str] = "At every step each {unit} joins the batch at random, independently of all others."
     best_for_independent_noise: ClassVar[bool] = True
+    groups: ClassVar[int] = 1  # it is cyclic Poisson sampling with one group
     steps: int
     rate: float
 
@@ -53,7 +54,7 @@ class Poisson(Scheme):
         return coin_flips(stream.key, "poisson", step, stream.examples, self.rate)
 
     def evidence(self, seen: Array, columns: Array, patterns: NDArray[np.bool_]) -> Array:
-        return coin_evidence(seen, columns, 1, self.rate)
+        return coin_evidence(seen, columns, self.groups, self.rate)
 
     def account(self, strategy: Strategy) -> CoinAccountant:
         if strategy.bands > 1:
@@ -61,7 +62,7 @@ class Poisson(Scheme):
                 f"{strategy!r} has {strategy.bands:,} bands in C, but poisson sampling is priced for independent noise "
                 f"(1 band) only: {instead(strategy)}"
             )
-        return CoinAccountant.of(strategy, 1, self.rate)
+        return CoinAccountant.of(strategy, self.groups, self.rate)
 
 
 def coin_evidence(seen: Array, columns: Array, groups: int, rate: float) -> Array:

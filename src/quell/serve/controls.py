@@ -34,13 +34,7 @@ _HINTS = {
 # Runs as people make them; sizes of the training sets of MNIST, CIFAR-10, SST-2 and E2E.
 _PRESETS: dict[str, dict[str, Any]] = {
     "MNIST, small CNN": {"examples": 60_000, "batch_size": 512, "epochs": 20, "epsilon": 2, "momentum": 0.9},
-    "CIFAR-10, CNN from scratch": {
-        "examples": 50_000,
-        "batch_size": 1024,
-        "epochs": 50,
-        "epsilon": 8,
-        "momentum": 0.9,
-    },
+    "CIFAR-10, CNN from scratch": {"examples": 50_000, "batch_size": 1024, "epochs": 50, "epsilon": 8, "momentum": 0.9},
     "CIFAR-10, ViT fine-tuned": {"examples": 50_000, "batch_size": 1024, "epochs": 5, "epsilon": 1, "momentum": 0.9},
     "BERT on SST-2": {"examples": 67_349, "batch_size": 1024, "epochs": 3, "epsilon": 3, "optimizer": "adam"},
     "LoRA on a 1B decoder": {

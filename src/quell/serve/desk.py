@@ -78,7 +78,7 @@ def read_question(query: str, fixed: Run) -> Question:
     for name, text in given.items():
         if name == "optimizer":
             if text not in OPTIMIZERS:
-                raise QuellError(f"optimizer={text[:40]!r} must be {' or '.join(OPTIMIZERS)}")
+                raise QuellError(f"optimizer={text[:40]!r} must be {' or '.join(OPTIMIZERS)}", name)
             changes |= {"optimizer": text} if OPTIMIZERS[text] else {"adaptive": False}
         else:
             changes[name] = text if name in _CHOICES else _number(name, text)
@@ -86,15 +86,10 @@ def read_question(query: str, fixed: Run) -> Question:
     if run.steps > _MOST_STEPS:
         raise QuellError(
             f"batch_size={run.batch_size:,} makes a run of {run.steps:,} steps, too long for a live page, which "
-            f"answers up to {_MOST_STEPS:,}: use larger batches or fewer epochs, or quell plan --html"
+            f"answers up to {_MOST_STEPS:,}: use larger batches or fewer epochs, or quell plan --html",
+            "batch_size",
         )
     return Question(run, kind, mechanism)
-
-
-def faulty(message: str) -> str | None:
-    """The parameter that a refusal is about, if it begins with one."""
-    name = message.partition("=")[0]
-    return name if name in NAMES else None
 
 
 def draft_plan(run: Run) -> Plan:
@@ -193,7 +188,7 @@ def _number(name: str, text: str) -> float | int | None:
     except QuellError:  # which is a ValueError
         raise
     except ValueError:
-        raise QuellError(f"{name}={text[:40]!r} must be a number") from None
+        raise QuellError(f"{name}={text[:40]!r} must be a number", name) from None
     if not low <= value <= high:
-        raise QuellError(f"{name}={value:g} must lie between {low:g} and {high:g}")
+        raise QuellError(f"{name}={value:g} must lie between {low:g} and {high:g}", name)
     return value

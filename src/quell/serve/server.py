@@ -28,7 +28,7 @@ from threadpoolctl import threadpool_limits
 from quell.errors import QuellError
 from quell.run import Run
 from quell.serve.controls import controls, presets
-from quell.serve.desk import Desk, faulty, read_question
+from quell.serve.desk import NAMES, Desk, read_question
 from quell.show.page.document import document
 
 HOST = "127.0.0.1"
@@ -91,8 +91,7 @@ class Handler(BaseHTTPRequestHandler):
                 begun = True
             self.wfile.write(f"{json.dumps(message, allow_nan=False)}\n".encode())
 
-        def fail(status: int, message: str) -> None:
-            field = faulty(message)
+        def fail(status: int, message: str, field: str | None = None) -> None:
             if begun:
                 tell({"error": message, "field": field})
             else:
@@ -102,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 self.server.desk.answer(read_question(query, self.server.run), tell)
             except QuellError as problem:
-                fail(HTTPStatus.BAD_REQUEST, str(problem))
+                fail(HTTPStatus.BAD_REQUEST, str(problem), problem.about if problem.about in NAMES else None)
             except (ConnectionError, TimeoutError):
                 raise
             except Exception as problem:

@@ -94,6 +94,7 @@ def report_markdown(report: PrivacyReport) -> str:
     """A privacy report as Markdown."""
     end, spent = at_least(report.epsilon_at_the_end), at_least(report.epsilon_so_far)
     delta, chance = words.number(report.delta), report.failure_probability
+    unit = "example" if report.drawn == "example" else "user"
     rows = {
         "promise at the end": f"({end}, {delta})-DP after {report.steps:,} steps",
         "spent so far": f"ε = {spent} at δ = {delta} after {report.steps_done:,} steps ({report.epsilon_so_far_is})",
@@ -103,8 +104,8 @@ def report_markdown(report: PrivacyReport) -> str:
         "mechanism": f"{report.mechanism}, noise multiplier {words.noise(report.noise_multiplier)}",
         "clipping": f"what {report.unit} adds to a step is clipped to norm {report.max_grad_norm:g}; sums are divided "
         f"by {report.expected_batch_size:g}",
-        "best attack": words.attacker(report.meaning, report.unit.split()[1]),
-        _HIDDEN.lower(): hidden(report.sampling, report.unit.split()[1]),
+        "best attack": words.attacker(report.meaning, unit),
+        _HIDDEN.lower(): hidden(report.sampling, report.drawn),
         "bound": report.bound + (f" ({words.failure(chance)})" if chance else ""),
         "key": report.key,
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),

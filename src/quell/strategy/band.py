@@ -12,12 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from quell._types import Array
-from quell.algebra.descent import Convergence
+from quell.algebra.descent import Convergence, Solution, Watch
 from quell.errors import QuellError
 from quell.participation import Participation
 from quell.strategy.band_toeplitz import band_toeplitz, checked_bands
 from quell.strategy.family import Candidates, Family, Space, no_lines
-from quell.strategy.optimised import Solution, Watch, solve
+from quell.strategy.optimised import solve
 from quell.strategy.structure import BandedStrategy
 from quell.workload import Workload, normalised
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from quell._types import Array
-from quell.algebra.descent import Convergence
+from quell.algebra.descent import Convergence, Solution, Watch
 from quell.participation import Participation
 from quell.strategy.family import DIVERGENCE, HORIZON, Candidates, Family, Line, Space, shaped
-from quell.strategy.optimised import Solution, Watch, amplified, decoder, solve
+from quell.strategy.optimised import amplified, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload

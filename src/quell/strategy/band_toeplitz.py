@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quell._types import Array
-from quell.algebra.descent import Convergence
+from quell.algebra.descent import Convergence, Solution, Watch
 from quell.errors import QuellError
 from quell.participation import Participation
 from quell.strategy.family import DIVERGENCE, HORIZON, Family, Line, Space, shaped
-from quell.strategy.optimised import Solution, Watch, amplified, decoder, solve
+from quell.strategy.optimised import amplified, decoder, solve
 from quell.strategy.square_root import roots
 from quell.strategy.structure import Parameter, ToeplitzStrategy
 from quell.workload import Workload

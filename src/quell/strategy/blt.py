@@ -13,11 +13,11 @@ from typing import Literal, cast
 import numpy as np
 
 from quell._types import Array
-from quell.algebra.descent import Convergence
+from quell.algebra.descent import Convergence, Solution, Watch
 from quell.errors import QuellError
 from quell.participation import Participation
 from quell.strategy.family import HORIZON, Candidates, Family, Line, Space, shaped
-from quell.strategy.optimised import Solution, Watch, solve
+from quell.strategy.optimised import solve
 from quell.strategy.recurrence import Exponentials
 from quell.strategy.structure import ToeplitzStrategy
 from quell.workload import Workload

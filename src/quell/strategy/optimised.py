@@ -13,7 +13,7 @@ import numpy as np
 
 from quell import cache
 from quell._types import Array
-from quell.algebra.descent import Convergence
+from quell.algebra.descent import Convergence, Solution, Watch
 from quell.errors import QuellError
 from quell.participation import Participation
 from quell.progress import announce
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _SOLVER = 4  # raised when a better optimiser makes old cache entries worth replacing
 
-Solution = tuple[Array, Convergence]
-Watch = Callable[[Convergence], None]
 Built = TypeVar("Built", ToeplitzStrategy, BandedStrategy)
 
 

@@ -107,12 +107,7 @@ def columns_of(
 ) -> Columns:
     """All columns of a table but the target and those that are dropped, as the user described them."""
     header = header_of(path)
-    for option, names in (
-        ("--target", [target]),
-        ("--range", ranges),
-        ("--category", categories),
-        ("--drop", dropped),
-    ):
+    for option, names in (("--target", [target]), ("--range", ranges), ("--category", categories), ("--drop", dropped)):
         for name in names:
             if name not in header:
                 raise QuellError(f"{option} {short(name)} is no column of {path}: it has {', '.join(header)}")
