@@ -204,15 +204,12 @@ class PrivateOptimizer(Optimizer):
             raise QuellError("this is not the state of a private optimizer: pass what its state_dict() returned")
         own = state_dict["quell"]
         self.run.require_own(own)
-        averages = own.get("averages") or {"rate": None}
-        rate = None if self._averages is None else self._averages.rate
-        if averages["rate"] != rate:
-            raise QuellError(f"the state was saved with ema={averages['rate']} and this run has ema={rate}: pass that")
-        planted, canaries = self.run.planted, own.get("canaries") or {"count": 0}
-        if canaries["count"] != (count := 0 if planted is None else planted.watched.count):
-            raise QuellError(
-                f"the state was saved with canaries={canaries['count']} and this run has canaries={count}: pass that"
-            )
+        planted = self.run.planted
+        averages, canaries = own.get("averages") or {"rate": None}, own.get("canaries") or {"count": 0}
+        here = None if self._averages is None else self._averages.rate, 0 if planted is None else planted.watched.count
+        for name, saved, now in zip(("ema", "canaries"), (averages["rate"], canaries["count"]), here, strict=True):
+            if saved != now:
+                raise QuellError(f"the state was saved with {name}={saved} and this run has {name}={now}: pass that")
         self.run.noise.load_state_dict(own["noise"], replay=replay)
         self._to_replay = None
         self.run.share_released()
