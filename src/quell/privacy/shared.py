@@ -3,7 +3,7 @@
 All bins move the output by the same amount along one line. So S = e^{z − v/2}·T, where z = N(0, v) is common to all
 bins and T = mean_j e^{r_j − Var(r_j)/2} is independent of it, with E T = 1. Given T, δ is a Black–Scholes price, which
 is convex in T. Its mean is at least the price at T = 1, and at most what any law with the moments of T can reach: a
-linear program, whose dual proves the bound (Proof 20 in docs/proofs.md).
+linear program, whose dual proves the bound (Proof 21 in docs/proofs.md).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _POWERS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 95)  # of exp(R/σ²), between wh
 _INVERSE = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # moments E T^−q
 _GRID = 400  # values of T at which the dual is checked; between them chords are paid for
 _FAR = 1e6  # how much larger than δ what lies beyond the grid has to be, for it to cost nothing
+_WIDEST = 300.0  # in logarithms, a grid: beyond, the noise is far too small for moments to say anything
 _MARGIN = 1e-6  # of every inequality of the dual, well above the solver's tolerance
 _ROUNDING = 1e-15  # relative, of one product in a sum
 
@@ -86,8 +87,8 @@ class Shared:
         """Bounds on ln E T^q: for q = 2, 3 exact, beyond by Hölder's inequality in the better of two ways."""
         rest = self._rest
         scaled = rest.table / sigma**2
-        logs = {2: math.log(float(np.exp(scaled).mean())), 3: _log_triples(scaled)}
         top = float(scaled.max())
+        logs = {2: top + math.log(float(np.exp(scaled - top).mean())), 3: _log_triples(scaled)}
         steps = [power * top + math.log(float(np.exp(power * (scaled - top)).mean(axis=-1).max())) for power in _POWERS]
         chain = logs[3] + np.cumsum(np.interp(np.arange(3, _ORDERS[-1]), _POWERS, steps))  # chords: logs are convex
         smaller = True  # triples are the better way up to some order
@@ -128,6 +129,8 @@ def _most(
     far = math.log(_FAR / about)
     high = float(np.min((logs[orders > 1] + far) / (orders[orders > 1] - 1)))
     low = float(np.min((logs[orders < 0] + far) / -orders[orders < 0]))
+    if high + low > _WIDEST:
+        return 1.0
     x = np.linspace(-low, high, _GRID)
     s, cell = np.exp(x), (high + low) / (_GRID - 1)
     powers = np.exp(np.minimum(np.outer(x, orders) - logs - _log_chords(orders, cell), 600.0))
