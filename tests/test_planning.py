@@ -354,6 +354,15 @@ def test_files_of_version_2_load_and_every_lie_in_them_is_found(name, tmp_path):
     quell.Plan.load(lied)
 
 
+def test_predictions_of_training_are_checked_as_version_2_made_them(tmp_path):
+    """With momentum the number is another one today."""
+    content, path = json.loads((Path(__file__).parent / "data" / "plan_v2.json").read_text()), tmp_path / "old.json"
+    content |= {"mechanisms": content["mechanisms"][-1:], "recommended": 0}  # without amplification
+    path.write_text(json.dumps(content))
+    assert content["setup"]["momentum"] == 0.9
+    assert all(check.holds for check in quell.verify(path))
+
+
 def test_no_yardstick_of_random_batches_can_be_changed(tmp_path):
     """DP-SGD's error is an estimate there, and the same estimate every time."""
     run = quell.Run.from_data(**{**SETUP, "sampling": "balls_in_bins"})

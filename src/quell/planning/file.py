@@ -151,7 +151,7 @@ def checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     if not old:
         checks += _compared("yardsticks", content["yardsticks"], prices.yardsticks, about)
         checks += _compared("run", content["run"], prices.run.as_dict(), {})
-    best = recommend(prices.run, mechanisms)
+    best = version2.recommend(prices, mechanisms) if old else recommend(prices.run, mechanisms)
     checks.append(Check("recommended mechanism", content["recommended"], best, content["recommended"] == best))
     return checks, Plan(prices.run, tuple(mechanisms), content["recommended"])
 

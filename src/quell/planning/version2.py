@@ -5,8 +5,12 @@ A row had everything in one flat table: the family's parameters beside the run, 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+from quell.analysis.error import error
+from quell.analysis.objective import ADAPTIVE_FORGETTING, FORGETTING
 from quell.costs import TimeLimit
 from quell.errors import QuellError, short
 from quell.planning import shapes
@@ -14,6 +18,7 @@ from quell.planning.mechanism import Mechanism
 from quell.planning.prices import Prices
 from quell.run import Run
 from quell.strategy import FAMILIES
+from quell.workload import forgetting, sgd
 
 VERSION = 2
 _PLAIN = {shapes.REST: shapes.PLAIN}
@@ -63,6 +68,23 @@ def core(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def score(prices: Prices, mechanism: Mechanism, objective: str) -> float:
+    """A score as version 2 defined it. What predicts training was another number where there is momentum or decay."""
+    task, strategy = prices.run.workload, mechanism.strategy
+    if objective != "training" or task.is_prefix:
+        return mechanism.score(objective)
+    horizon = (ADAPTIVE_FORGETTING if prices.run.optimizer.adaptive else FORGETTING) * task.steps
+    own, plain = error(strategy, forgetting(task, horizon)).rmse, error(strategy, sgd(task.steps)).rmse
+    return math.sqrt(own * plain) * mechanism.noise_multiplier
+
+
+def recommend(prices: Prices, mechanisms: Sequence[Mechanism]) -> int:
+    """The index of the mechanism that version 2 recommended: within the limits, with the least score."""
+    run = prices.run
+    keys = [(not run.limits.fits(each), score(prices, each, run.objective)) for each in mechanisms]
+    return keys.index(min(keys))
+
+
 def row(prices: Prices, mechanism: Mechanism) -> dict[str, Any]:
     """The row of a mechanism as version 2 wrote it, recomputed."""
     run, now, moved = prices.run, mechanism.as_dict(), mechanism.guarantee.sensitivity
@@ -83,7 +105,7 @@ def row(prices: Prices, mechanism: Mechanism) -> dict[str, Any]:
         "sensitivity": moved.value,
         "sensitivity_kind": moved.kind,
         "noise_multiplier": mechanism.noise_multiplier,
-        **{name: now["error"][name] for name in ("rmse", "maxse", "training")},
+        **{name: score(prices, mechanism, name) for name in ("rmse", "maxse", "training")},
         "buffers": mechanism.buffers,
         "draws": mechanism.draws,
         "dpsgd_rmse": prices.dpsgd.rmse,
