@@ -52,12 +52,14 @@ def test_results_survive_a_kill_and_are_not_made_twice(tmp_path: Path) -> None:
 
 
 def clipped_sum(model: object, images: object, labels: object, max_norm: float) -> list:
-    """The dumb way: one gradient per example by automatic differentiation, clipped, added up."""
+    """The dumb way: one gradient per example by automatic differentiation, clipped, added up.
+
+    The forward pass is that of the batch: alone, an example may have a ReLU on the other side of zero by rounding.
+    """
     params = list(model.parameters())
     total = [torch.zeros_like(p) for p in params]
-    for image, label in zip(images, labels, strict=True):
-        loss = torch.nn.functional.cross_entropy(model(image[None]), label[None])
-        grads = torch.autograd.grad(loss, params)
+    for loss in torch.nn.functional.cross_entropy(model(images), labels, reduction="none"):
+        grads = torch.autograd.grad(loss, params, retain_graph=True)
         norm = torch.sqrt(sum(g.square().sum() for g in grads))
         for sum_, grad in zip(total, grads, strict=True):
             sum_ += grad * min(1.0, max_norm / float(norm))
@@ -80,7 +82,7 @@ def test_training_steps_are_the_papers_with_clipped_gradients_and_the_planned_no
     moments = [torch.zeros_like(p) for p in params]
     for _, (x, y) in zip(range(2), loader, strict=False):
         assert len(y) == 8
-        with torch.no_grad():  # from the same bits, because a ReLU at zero answers to the last of them
+        with torch.no_grad():  # likewise
             for ours, theirs in zip(model.parameters(), params, strict=True):
                 theirs.copy_(ours)
         optimizer.zero_grad()
