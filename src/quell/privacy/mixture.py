@@ -113,7 +113,7 @@ class BinAccountant(Accountant):
             return Certificate(lower, upper + slack, method)
         scouted = self._scouted(sigma, epsilon, failure)
         lower, upper = self._at_least(sigma, epsilon), self._proven(sigma, epsilon, scouted)
-        found = Certificate(lower, upper, "moments and the Gaussian mechanism, no draws")
+        found = Certificate(lower, upper, "Gaussian mechanism and bounds on moments, no draws")
         if scouted.expected_upper < upper:
             drawn = importance.certify(BinPair(self.bins, sigma), epsilon, failure, scouted)
             if not (lower <= drawn.upper and drawn.lower <= upper):
