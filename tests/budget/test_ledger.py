@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import quell
 from quell import cli
 from quell.budget import Budget, Entry, lines
-from quell.budget.claims import run_claim
+from quell.budget.claims import claim_again, run_claim, search_claim
 from quell.budget.entry import entry_of
 from quell.budget.ledger import spent
 from quell.errors import QuellError
@@ -122,6 +122,17 @@ def test_users_are_not_protected_by_promises_per_example(tmp_path, entry):
     assert owners.spent() == users.spent()
     assert owners.add(named(per_user, "b"))
     assert examples.add(per_user)
+
+
+def test_a_search_has_one_unit(plan):
+    """Its claim is for users only if every trial's is."""
+    per_user = quell.plan(users=200, batch_size=20, epochs=2, delta=1e-5, epsilon=2.0, sampling="cyclic", memory=0)
+    kinds = [(each.prices, each.mechanism) for each in (per_user, plan)]
+    assert search_claim(2, kinds[:1], 1e-5).unit == "user"
+    content = search_claim(2, kinds[1:], 1e-5).content
+    forged = {**content, "plans": [*search_claim(2, kinds[:1], 1e-5).content["plans"], *content["plans"]]}
+    with pytest.raises(QuellError, match="promise privacy per user and per example"):
+        claim_again(forged)
 
 
 def test_a_row_of_a_user_that_changes_counts_twice(tmp_path, entry):

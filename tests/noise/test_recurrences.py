@@ -164,7 +164,7 @@ def test_only_regeneration_has_a_buffered_mode(seeded: Seeded) -> None:
 
 @pytest.mark.parametrize("case", ["bisr", "bsr", "blt", "tree"])
 def test_resharding_keeps_every_bit(case: str, seeded: Seeded) -> None:
-    """Three ranks run, stop, and two ranks with other cuts go on."""
+    """Three ranks and a replica of one run, stop, and two ranks with other cuts go on."""
     size, stop = 3000, 11
     [straight] = collect(NoiseStream(spec(case), [size], key=seeded(7)))
 
@@ -177,7 +177,7 @@ def test_resharding_keeps_every_bit(case: str, seeded: Seeded) -> None:
     states = [run(NoiseStream(spec(case), shards=[shard], key=seeded(7)), stop).state_dict() for shard in old]
     for shard in (Shard(0, 0, 1700), Shard(0, 1700, 1300)):
         rank = NoiseStream(spec(case), shards=[shard], key=seeded(7))
-        rank.reshard([shard], states)
+        rank.reshard([shard], [*states, states[2]])
         assert rank.step == stop
         np.testing.assert_array_equal(collect(rank)[0], straight[stop:, shard.offset : shard.stop])
     alone = run(NoiseStream(spec(case), [size], key=seeded(7)), stop)
@@ -199,8 +199,10 @@ def test_resharding_refuses_what_it_cannot_piece_together(seeded: Seeded) -> Non
         ranks[0].reshard([Shard(0, 5, 10)], [rank.state_dict() for rank in ranks])
     ranks[1].add_(np.zeros(10, np.float32))
     first, second = (rank.state_dict() for rank in ranks)
-    with pytest.raises(QuellError, match="both hold element 0 of tensor 0: pass the state of each rank once"):
+    with pytest.raises(QuellError, match="do not hold 10 of the elements 0 to 20"):
         ranks[0].reshard([Shard(0, 0, 20)], [first, first])  # as many elements as are needed, half of them missing
+    with pytest.raises(QuellError, match="both hold element 5 of tensor 0: pass the states of one checkpoint"):
+        ranks[0].reshard([Shard(0, 0, 20)], [first, {**second, "shards": [[0, 5, 10]]}])
     with pytest.raises(QuellError, match="it is damaged"):
         ranks[0].reshard([Shard(0, 0, 20)], [first, {**second, "buffers": [second["buffers"][0][:1]]}])
     with pytest.raises(QuellError, match="lacks the 3 buffers"):

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from quell import privacy, strategy, workload
+from quell.planning import Plan, file
+from quell.planning.planner import COMPARISONS
+from quell.planning.prices import Prices
 from quell.privacy import importance
 from quell.privacy import shared as module
 from quell.privacy.bins import Bins
 from quell.privacy.mixture import BinAccountant
 from quell.privacy.shared import Shared, _call, _log_chords, _log_triples, _most, _put
+from quell.run import Run
 from quell.schemes import BallsInBins
 
 TABLES = {
@@ -138,6 +142,21 @@ def test_a_promise_without_draws_has_no_failure_probability_and_passes_again():
     found = privacy.calibrate(built, scheme, 2.0, 1e-5)
     assert found.failure_probability == 0.0
     assert privacy.certify(built, scheme, found.noise_multiplier, 2.0, 1e-5).bracket == found.bracket
+
+
+def test_plans_that_were_certified_by_draws_stay_true(tmp_path):
+    """As files have it that were written before there were bounds without draws; more is not believed."""
+    run = Run.from_data(examples=400, batch_size=50, epochs=50, epsilon=2.0, delta=1e-5, sampling="balls_in_bins")
+    prices = Prices(run)
+    mechanism = prices.certify(prices.build("lambda_cgd", None, **{"lambda": 0.9}), BallsInBins, COMPARISONS)
+    assert mechanism.guarantee.failure_probability == 0.0
+    plan, path = Plan(run, (mechanism,), 0), tmp_path / "plan.json"
+    by_draws = {"method": "importance sampling in both directions", "failure_probability": 1e-5 * 0.01}
+    for changes, false in (({}, 0), (by_draws, 0), ({**by_draws, "failure_probability": 1e-8}, 2)):
+        content = plan.as_dict()
+        content["mechanisms"][0]["guarantee"] |= changes
+        file.write(content, path)
+        assert sum(not check.holds for check in file.verify(path)) == false
 
 
 @pytest.mark.parametrize("claim", [{"upper": 0.5}, {"lower": 1.05}])

@@ -102,7 +102,7 @@ def audited(folder: Path, name: str) -> None:
 
 
 def disagreeing(folder: Path) -> None:
-    """Ranks that were given different arguments: each says so before anything is trained."""
+    """Ranks that were given different arguments, or a model that is half sharded: each says so before it trains."""
     rank = dist.get_rank()
     said = []
     for choice in ({"max_grad_norm": 1.0 + rank}, {"clipping": ("layers", "microbatch")[rank]}, {"plan": 8.0 + rank}):
@@ -114,6 +114,12 @@ def disagreeing(folder: Path) -> None:
             make_private(model, optimizer, examples(), plan, **options)
         except QuellError as error:
             said.append(str(error))
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
+    fully_shard(model[0])
+    try:
+        make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), examples(), plan, max_grad_norm=1.0)
+    except QuellError as error:
+        said.append(str(error))
     torch.save(said, folder / f"disagreement {rank}.pt")
 
 

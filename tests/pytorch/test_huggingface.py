@@ -162,6 +162,8 @@ def test_training_resumes_from_a_checkpoint(plan, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3}
     private = {"key": key, "log": Log(tmp_path / "log", every=5)}
     straight = trainer_of(bert(0.3), tmp_path, plan, private, saving)
+    (tmp_path / "checkpoint-3").mkdir()
+    torch.save({"state": {}, "ranks": 1}, tmp_path / "checkpoint-3" / "rank-0.pt")  # of an earlier run, in slices
     straight.train()
     straight.optimizer.close()
     resumed = trainer_of(bert(0.3), tmp_path / "again", plan, private)

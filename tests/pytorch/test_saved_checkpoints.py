@@ -99,11 +99,15 @@ def test_saved_slices_become_any_others():
 def test_parts_of_ranks_that_are_gone_are_not_read(monkeypatch, tmp_path):
     """Trainer writes into the folder of a step again where a run that had more processes was there before."""
     monkeypatch.setattr(shards, "gather", lambda value: [value])
+    monkeypatch.setattr(shards, "decided", lambda work: work() if shards.world()[0] == 0 else None)
     for rank, ranks, value in ((1, 2, 1.0), (0, 2, 1.0), (0, 1, 2.0)):
         monkeypatch.setattr(shards, "world", lambda rank=rank, ranks=ranks: (rank, ranks))
         shards.write_slices({"w": torch.tensor([value]), "noise": shards.EveryRanks(value)}, tmp_path)
     assert (tmp_path / "rank-1.pt").exists()
     assert shards.read_slices(tmp_path) == {"w": torch.tensor([2.0]), "noise": [2.0]}
+    monkeypatch.setattr(shards, "world", lambda: (0, 3))  # the third has written to a disk of its own
+    with pytest.raises(QuellError, match="rank 0 does not see what rank 2 wrote"):
+        shards.write_slices({}, tmp_path)
 
 
 def shorten(path):

@@ -51,6 +51,9 @@ def search_claim(trials: Trials | int, kinds: Sequence[Kind], delta: float) -> C
         kinds: What one trial may run. Trials may choose between them.
         delta: The δ of the search.
     """
+    unit, *others = dict.fromkeys(_unit(prices) for prices, _ in kinds)
+    if others:
+        raise QuellError(f"trials of a search promise privacy per {unit} and per {others[0]}: plan all of them per one")
     profiles = [_profile(prices, mechanism) for prices, mechanism in kinds]
     plans = [plan_of(prices.run.as_dict(), mechanism.as_dict(prices.run.objective)) for prices, mechanism in kinds]
     profile: Profile
@@ -62,7 +65,7 @@ def search_claim(trials: Trials | int, kinds: Sequence[Kind], delta: float) -> C
     if not math.isfinite(epsilon):
         raise QuellError(f"no ε is known for this search at δ = {delta:g}: give its trials a smaller delta")
     content = {"trials": as_plain(trials), "delta": delta, "plans": plans}
-    return Claim(_unit(kinds[0][0]), epsilon, delta, profile, content)
+    return Claim(unit, epsilon, delta, profile, content)
 
 
 def claim_again(content: dict[str, Any]) -> Claim:

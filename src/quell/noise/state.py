@@ -74,13 +74,17 @@ def shards_of(state: Mapping[str, Any]) -> tuple[Shard, ...]:
 
 
 def gather(states: Sequence[Mapping[str, Any]], shards: tuple[Shard, ...]) -> list[Any] | None:
-    """The buffers of `shards`, cut from the states of whichever ranks hold them; None if there are none to cut."""
+    """The buffers of `shards`, cut from the states of whichever ranks hold them; None if there are none to cut.
+
+    Ranks that are replicas of each other hold the same shards, and what one of them has is enough.
+    """
     if len(states) == 1 and shards_of(states[0]) == shards:
         buffers: list[Any] | None = states[0]["buffers"]
         return buffers
     if len(steps := {state["step"] for state in states}) > 1:
         raise QuellError(f"the states stand at different steps ({sorted(steps)}): gather those of one checkpoint")
-    require_disjoint([shard for state in states for shard in shards_of(state)], "pass the state of each rank once")
+    states = list({shards_of(state): state for state in states}.values())
+    require_disjoint([shard for state in states for shard in shards_of(state)], "pass the states of one checkpoint")
     if any(state["buffers"] is None for state in states):
         return None
     held = [

@@ -25,6 +25,8 @@ from quell.planning import shapes, version2
 from quell.planning.mechanism import Mechanism
 from quell.planning.planner import COMPARISONS, FORMAT, VERSION, Plan, recommend
 from quell.planning.prices import Prices
+from quell.privacy.accountant import FAILURE_SHARE
+from quell.privacy.importance import METHOD
 from quell.run import Run
 from quell.schemes import SCHEMES
 from quell.strategy import find
@@ -140,7 +142,7 @@ def checked(path: str | Path) -> tuple[list[Check], Plan | None]:
         try:
             mechanism = _rebuild(prices, row)
             fresh = version2.row(prices, mechanism) if old else mechanism.as_dict(prices.run.objective)
-            checks += _compared(repr(mechanism.strategy), claims, fresh, about)
+            checks += _compared(repr(mechanism.strategy), claims, _as_certified(claims, fresh, mechanism), about)
             checks += _second_opinions(prices, mechanism)
             mechanisms.append(mechanism)
         except QuellError as refusal:
@@ -218,6 +220,16 @@ def _rebuild(prices: Prices, row: dict[str, Any], comparisons: int = COMPARISONS
     if kind is None or kind not in prices.kinds_for(strategy):
         raise QuellError(f"the plan's sampling is {prices.run.sampling}, but the mechanism claims {short(sampling)}")
     return prices.certify(strategy, kind, comparisons, noise=row["noise"]["multiplier"])
+
+
+def _as_certified(stated: dict[str, Any], fresh: dict[str, Any], mechanism: Mechanism) -> dict[str, Any]:
+    """What is recomputed of a row. One that was certified by draws stays true where it now takes none."""
+    guarantee = mechanism.guarantee
+    by_draws = {"method": METHOD, "failure_probability": guarantee.delta * FAILURE_SHARE}
+    fewer = _is_drawn(guarantee.sampling) and not guarantee.failure_probability
+    if not fewer or not by_draws.items() <= stated.get("guarantee", {}).items():
+        return fresh
+    return {**fresh, "guarantee": {**fresh["guarantee"], **by_draws}}
 
 
 def _compared(label: str, stated: dict[str, Any], fresh: dict[str, Any], about: dict[str, float]) -> Iterator[Check]:

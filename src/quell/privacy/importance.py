@@ -37,7 +37,7 @@ from quell.privacy.tilting import (
 )
 
 DIRECTIONS: tuple[Direction, Direction] = ("remove", "add")
-_METHOD = "importance sampling in both directions"
+METHOD = "importance sampling in both directions"
 _SEED = 0x5175656C6C  # fixed and public: an accountant's draws hide nothing
 _PILOT, _CERTIFICATE, _CONSTANT = 1, 2, 3
 _CHUNK = {_PILOT: 1 << 20, _CERTIFICATE: 1 << 16, _CONSTANT: 1 << 16}  # numbers: the many fit a core's cache
@@ -143,7 +143,7 @@ def certify(pair: Pair, epsilon: float, failure: float, scouted: Scouted) -> Cer
     for each, count in zip(scouted.pilots, scouted.draws, strict=True):
         floor, ceiling, draws = _certify_direction(pair, each, epsilon, failure, count)
         lower, upper, used = max(lower, floor), max(upper, ceiling), used + draws
-    return Certificate(lower, min(upper, scouted.free), _METHOD, failure, used)
+    return Certificate(lower, min(upper, scouted.free), METHOD, failure, used)
 
 
 def _draws(pair: Pair, pilots: list[Pilot], failure: float, free: dict[Direction, float]) -> list[int]:

@@ -7,6 +7,7 @@ one number per example (`losses.py`).
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -187,13 +188,15 @@ class PrivateTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         home = self._get_output_dir(trial=trial)
+        folder = Path(home) / f"checkpoint-{self.state.global_step}"
+        decided(lambda: shutil.rmtree(folder, ignore_errors=True))  # files of an earlier run would pass for this one's
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # each process saves its random numbers
-        decided(lambda: mark_whole(Path(home) / f"checkpoint-{self.state.global_step}"))
+        decided(lambda: mark_whole(folder))
         if self.args.should_save:  # older ones go when there is a whole one to go back to
             rotate_checkpoints(home, limit, self.state.best_model_checkpoint, use_mtime=True)
 

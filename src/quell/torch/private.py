@@ -178,6 +178,9 @@ def make_private(
     params = trainable_parameters(model, optimizer)
     bounds = Bounds.of(max_grad_norm, params)
     refuse_leaking_layers(model)
+    sharded = any(is_sharded(parameter) for parameter in params.values())
+    if sharded and not all(is_sharded(parameter) for parameter in params.values()):  # sums of the others stay a rank's
+        raise QuellError("some trained parameters are sharded and others are not: call fully_shard on the whole model")
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, params, data, plan, bounds.norm, options, users, rows_per_user) as run:
         own: dict[str, Any] = {
@@ -191,7 +194,6 @@ def make_private(
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
-        sharded = any(is_sharded(parameter) for parameter in params.values())
         loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment, sharded)
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])

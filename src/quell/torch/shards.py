@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.torch.distributed import gather, world
+from quell.torch.distributed import decided, gather, world
 from quell.torch.folders import read_file, write_file
 from quell.torch.sharding import Slices, is_sharded, local, shard_of
 
@@ -48,6 +48,7 @@ def write_slices(state: Any, folder: Path) -> None:
     for said in gather(problem):
         if said is not None:
             raise QuellError(said)
+    decided(lambda: _require_all(folder, ranks))
 
 
 def read_slices(folder: Path) -> Any:
@@ -64,6 +65,12 @@ def read_slices(folder: Path) -> Any:
         return [file["own"][leaf[_OWN]] for file in files] if _stands_in(leaf) else leaf
 
     return pytree.tree_map(filled, first["state"], is_leaf=_stands_in)
+
+
+def _require_all(folder: Path, ranks: int) -> None:
+    missing = [rank for rank in range(ranks) if not (folder / _name(rank)).exists()]
+    if missing:
+        raise QuellError(f"rank 0 does not see what rank {missing[0]} wrote into {folder}: let all ranks share a disk")
 
 
 def has_slices(folder: Path) -> bool:
