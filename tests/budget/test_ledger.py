@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 import quell
 from quell import cli
 from quell.budget import Budget, Entry, lines
-from quell.budget.claims import claim_again, run_claim, search_claim
-from quell.budget.entry import entry_of
+from quell.budget.claims import Claim, claim_again, run_claim, search_claim
+from quell.budget.entry import checks_of, entry_of
 from quell.budget.ledger import spent
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.noise.stream import UnrecordedKeyWarning
 from quell.privacy import gaussian_epsilon
+from quell.privacy.profile import PointProfile, plain
 from tests import documented
 
 SMALL = {"examples": 200, "batch_size": 20, "epochs": 2, "delta": 1e-5}
@@ -122,6 +123,23 @@ def test_users_are_not_protected_by_promises_per_example(tmp_path, entry):
     assert owners.spent() == users.spent()
     assert owners.add(named(per_user, "b"))
     assert examples.add(per_user)
+
+
+def test_points_that_charge_more_than_is_known_today_are_true(monkeypatch, entry):
+    """Bounds without draws made the points of balls in bins smaller; those of older entries stay."""
+    known = PointProfile(((0.0, 0.1), (1.0, 1e-3)), 1e-7)
+    claim = Claim(entry.unit, entry.epsilon, entry.delta, known, {})
+    monkeypatch.setattr("quell.budget.entry.claim_again", lambda content: claim)
+    for points, failure, holds in (
+        (((0.0, 0.1), (1.0, 1e-3)), 1e-7, True),
+        (((0.0, 0.1), (1.0, 2e-3)), 2e-7, True),
+        (((0.0, 0.2), (1.0, 9e-4)), 1e-7, False),
+        (((0.0, 0.2), (1.0, 2e-3)), 0.0, False),
+        (((0.0, 0.2), (1.1, 2e-3)), 1e-7, False),
+        (((0.0, 0.2),), 1e-7, False),
+    ):
+        stated = dataclasses.replace(entry, profile=plain(PointProfile(points, failure)))
+        assert [check.holds for check in checks_of(stated, {})] == [True] * 4 + [holds]
 
 
 def test_a_search_has_one_unit(plan):
