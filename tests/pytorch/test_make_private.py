@@ -34,8 +34,9 @@ def test_without_noise_it_is_clipped_sgd(clipping, sampling):
     run = optimizer.run
     assert train(model, optimizer, loader) == plan.steps
     reference_run(twin, sgd(twin, momentum=0.5), data, list(run.batches), run.expected_batch_size, 0.3)
+    # Norms are raised by what rounding may take from them, about 4e-6, so ten steps end about 1e-6 apart.
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-6, msg=name)
 
 
 class Attention(nn.Module):
