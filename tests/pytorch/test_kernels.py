@@ -12,7 +12,8 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
 
-from quell.torch.engine import kernels, rules  # noqa: E402
+from quell.torch.engine import kernels  # noqa: E402
+from quell.torch.engine.patches import Window  # noqa: E402
 from quell.torch.engine.pieces import Outer, Rows, Tokens  # noqa: E402
 from quell.torch.engine.together import norms_of, sums_of  # noqa: E402
 
@@ -103,14 +104,14 @@ def test_patches_are_copied_as_they_are(kernel, options, format):
     x = torch.randn(2, 30, 9, 11, device=DEVICE).to(HALF).contiguous(memory_format=format)
     layer = torch.nn.Conv2d(30, 4, kernel, **options)
     right = torch.nn.functional.unfold(x.float(), layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-    assert torch.equal(rules._unfold(layer, x).float(), right)
+    assert torch.equal(Window.of(layer).unfold(x).float(), right)
 
 
 def test_patches_around_which_are_no_zeros():
     x = torch.randn(2, 3, 5, 6, device=DEVICE)
     layer = torch.nn.Conv2d(3, 4, 3, padding="same", padding_mode="circular")
     right = torch.nn.functional.unfold(torch.nn.functional.pad(x, (1, 1, 1, 1), mode="circular"), 3)
-    assert torch.equal(rules._unfold(layer, x), right)
+    assert torch.equal(Window.of(layer).unfold(x), right)
 
 
 def test_tokens_that_repeat():

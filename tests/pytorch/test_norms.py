@@ -12,10 +12,11 @@ from torch import nn
 
 from quell.torch.clip_norms import Bound, clip_factors
 from quell.torch.clipping import example_norms, row_norms
-from quell.torch.engine import bounds, pieces, rules
+from quell.torch.engine import bounds, pieces
 from quell.torch.engine.bounds import full_precision, gram_norms, token_norms
 from quell.torch.engine.layers import LayerEngine
-from quell.torch.engine.pieces import Outer, Patches, Rows, Stacked, Tokens
+from quell.torch.engine.patches import Patches, Window
+from quell.torch.engine.pieces import Outer, Rows, Stacked, Tokens
 from quell.torch.engine.scales import Scale, scaled
 from quell.torch.engine.together import Tied, merged, whole_norms
 
@@ -192,7 +193,7 @@ def convolution(kind, dtype, unit, padding=0, **options):
         torch.autograd.grad(layer(rows), layer.weight, back)[0]
         for rows, back in zip(x.double(), g.double(), strict=True)
     ]
-    return Patches(g, x, partial(rules._unfold, layer), width=4 * 3, groups=2), torch.stack(real)
+    return Patches(g, x, Window.of(layer), groups=2), torch.stack(real)
 
 
 def embedding(kind, dtype, padding):
@@ -389,6 +390,19 @@ def test_an_embedding_that_is_the_output_layer_is_measured_exactly(rest, dtype):
     torch.testing.assert_close(small.values.double(), real, rtol=0, atol=1e-5)
 
 
+def test_a_convolution_that_is_used_twice_is_measured_exactly():
+    """One use undoes the other, up to a rest."""
+    torch.manual_seed(0)
+    window, x = Window.of(nn.Conv2d(3, 4, 3, padding=1)), torch.randn(5, 1, 3, 6, 6)
+    g, rest = torch.randn(5, 1, 4, 6, 6), 1e-2 * torch.randn(5, 1, 4, 6, 6)
+    uses = [Patches(g, x, window, 1), Patches(rest - g, x, window, 1)]
+    (one,) = merged(uses)
+    torch.testing.assert_close(one.norms(), Patches(rest, x, window, 1).norms(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(one.sum(torch.ones(5)), sum(use.sum(torch.ones(5)) for use in uses), rtol=0, atol=1e-3)
+    smaller = Patches(g[..., :4], x[..., :4], window, 1)
+    assert merged([uses[0], smaller]) == [uses[0], smaller]
+
+
 def test_tied_norms_that_overflow_are_no_smaller():
     """The inner product is unknown there, and the norms are added."""
     g, ids = torch.full((1, 2, 4), 1e17), torch.zeros(1, 2, dtype=torch.long)
@@ -402,13 +416,14 @@ def test_tied_norms_that_overflow_are_no_smaller():
 def test_convolutions_are_measured_a_few_examples_at_a_time(monkeypatch, channels):
     torch.manual_seed(0)
     layer, x, g = nn.Conv2d(channels, 4, 3, padding=1), torch.randn(7, 1, channels, 5, 5), torch.randn(7, 1, 4, 5, 5)
-    asked = []
+    asked, unfold = [], Window.unfold
 
-    def unfold(x):
+    def watched(window, x):
         asked.append(len(x))
-        return rules._unfold(layer, x)
+        return unfold(window, x)
 
-    piece, weights = Patches(g, x, unfold, width=9 * channels, groups=1), torch.rand(7)
+    monkeypatch.setattr(Window, "unfold", watched)
+    piece, weights = Patches(g, x, Window.of(layer), groups=1), torch.rand(7)
     norms, total = piece.norms(), piece.sum(weights)
     assert asked == [7, 7]
     monkeypatch.setattr(pieces, "_IN_CACHE", 2 * 9 * channels * 25)

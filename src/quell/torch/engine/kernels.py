@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.nn import functional
 
 from quell.torch.engine.bounds import UNDERFLOW, wide
 from quell.torch.transfer import uploaded
+
+if TYPE_CHECKING:
+    from quell.torch.engine.patches import Window
 
 _TILE, _DEPTH = 128, 64  # of the matrix products: rows and columns, and how deep one step of the loop goes
 _PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num_stages": 4}
@@ -148,23 +151,23 @@ def channel_scale_gradients(x: Tensor, g: Tensor, groups: int, eps: float) -> tu
     return found[0], found[1]
 
 
-def unfold(x: Tensor, layer: Any, padding: Sequence[int], places: Sequence[int]) -> Tensor:
+def unfold(x: Tensor, window: Window, padding: Sequence[int], places: Sequence[int]) -> Tensor:
     """(rows, channels in × kernel, places) the patches of images under the kernel of a convolution.
 
     Args:
         x: (rows, channels, height, width).
-        layer: The convolution.
+        window: The convolution's kernel, and how it moves.
         padding: Zeros before and after the last dimension, before and after the one before it.
         places: Of the output, in height and width.
     """
-    kernel, width = math.prod(layer.kernel_size), x.shape[1] * math.prod(layer.kernel_size)
+    kernel, width = math.prod(window.kernel), x.shape[1] * math.prod(window.kernel)
     found = x.new_empty(len(x), width, math.prod(places))
     block = min(_power_of_two(found.shape[2]), 128)
     entries = 2 * _BLOCK // block
     _triton().unfold[(len(x), -(-width // entries), -(-found.shape[2] // block))](
-        x, found, *x.stride(), *x.shape[2:], padding[2], padding[0], *layer.stride, *layer.dilation,
+        x, found, *x.stride(), *x.shape[2:], padding[2], padding[0], *window.stride, *window.dilation,
         places[1], *found.shape[1:],
-        KERNEL=kernel, ACROSS=layer.kernel_size[1], ENTRIES=entries, PLACES=block, num_warps=4,
+        KERNEL=kernel, ACROSS=window.kernel[1], ENTRIES=entries, PLACES=block, num_warps=4,
     )  # fmt: skip
     return found
 

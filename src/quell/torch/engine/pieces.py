@@ -9,7 +9,7 @@ What privacy rests on is that the first bounds what the second adds (docs/pytorc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +25,6 @@ from quell.torch.engine.bounds import gram_norms, token_norms, wide
 _MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 9 << 22
 _IN_CACHE = 1 << 19
 
-_ROOM = 1 << 24  # numbers that a CPU may keep in any case, because making gradients of convolutions twice is slow there
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
 
 
@@ -54,7 +53,7 @@ class Rows:
         return int(self.values.shape[0])  # len() of a tensor is slow, and this is asked often
 
     def norms(self) -> Tensor:
-        return row_norms(self.flat).float()
+        return norms_of_rows(self.flat)
 
     @property
     def flat(self) -> Tensor:
@@ -62,7 +61,7 @@ class Rows:
         return self.values.reshape(self.units, math.prod(self.values.shape[1:]))
 
     def sum(self, weights: Tensor) -> Tensor:
-        return _sum_of_rows(self.flat, weights)
+        return sum_of_rows(self.flat, weights)
 
 
 @dataclass(eq=False)
@@ -144,60 +143,6 @@ class Tokens:
 
 
 @dataclass(eq=False)
-class Patches:
-    """The weight of a convolution, by the patches of its input under the kernel, unfolded a few units at a time."""
-
-    g: Tensor  # (units, rows of one unit, channels out, *places)
-    x: Tensor  # (units, rows of one unit, channels in, *places)
-    unfold: Callable[[Tensor], Tensor]  # (rows, channels in, *places) to (rows, width, places)
-    width: int  # of a patch: channels in × kernel
-    groups: int
-    through: Callable[[Tensor], Tensor] | None = None  # what (units, channels out, rest) gradients still go through
-
-    @property
-    def units(self) -> int:
-        return int(self.g.shape[0])
-
-    def norms(self) -> Tensor:
-        found = [row_norms(self._whole(part)).float() for part in self._outer()]
-        return torch.cat(found) if len(found) > 1 else found[0]
-
-    def sum(self, weights: Tensor) -> Tensor:
-        found, first = None, 0
-        for part in self._outer():
-            chosen = weights[first : first + part.units // self.groups]
-            first += part.units // self.groups
-            added = _sum_of_rows(self._whole(part), chosen)
-            found = added if found is None else found.add_(added)
-        assert found is not None
-        return found
-
-    def rows(self, shape: torch.Size) -> Rows:
-        """The per-unit gradients, to be kept instead of this piece."""
-        if self.through is not None:
-            return Rows(torch.cat([self._whole(part).view(-1, *shape) for part in self._outer()]))
-        made = self.g.new_empty(self.units * self.groups, self.g.shape[2] // self.groups, self.width // self.groups)
-        first = 0
-        for part in self._outer():
-            whole(part, made[first : first + part.units])
-            first += part.units
-        return Rows(made.view(self.units, *shape))
-
-    def _whole(self, part: Outer) -> Tensor:
-        """(units, elements of the weight) gradients, the same bits for norms and sums: nothing is to be allowed for."""
-        made = whole(part).view(part.units // self.groups, self.g.shape[2], -1)
-        return (made if self.through is None else self.through(wide(made))).flatten(1)
-
-    def _outer(self) -> Iterator[Outer]:
-        """A few units at a time, each group of channels as a unit of its own."""
-        unfolded = self.g[:1, :, 0].numel() * self.width
-        weight = self.g.shape[2] * self.width // self.groups
-        count = chunk_of(self.g, max(unfolded, weight), self.g.numel() + self.x.numel())
-        for g, x in zip(self.g.split(count), self.x.split(count), strict=True):
-            yield _as_outer(g, self.unfold(x.flatten(0, 1)), self.groups)
-
-
-@dataclass(eq=False)
 class Stacked:
     """Several pieces of equal size, each of which is a block of the parameter's rows."""
 
@@ -214,30 +159,15 @@ class Stacked:
         return torch.cat([part.sum(weights).reshape(-1) for part in self.parts])
 
 
-def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
-    """(units, rows, channels, *places) and (units·rows, width, places) as (units·groups, rows·places, ·)."""
-    (units, rows), places = g.shape[:2], a.shape[2]
-
-    def by_group(values: Tensor) -> Tensor:
-        if rows > 1:
-            values = values.reshape(units, rows, groups, -1, places).permute(0, 2, 3, 1, 4)
-        return values.reshape(units * groups, -1, rows * places).transpose(1, 2)  # no copy of units of one row
-
-    return Outer(by_group(g), by_group(a))
-
-
 def whole(part: Outer, out: Tensor | None = None) -> Tensor:
     """(units, outputs, inputs) the per-unit gradients, made by one batched product: the same bits every time."""
     return torch.bmm(part.g.transpose(1, 2), part.a, out=out)
 
 
-def kept(piece: Outer | Patches, shape: torch.Size) -> Piece:
+def kept(piece: Outer, shape: torch.Size) -> Piece:
     """The piece, or its per-unit gradients where those take less memory than what they are made from."""
     if not piece.units:
         return Rows(piece.g.new_zeros(0, *shape))
-    if isinstance(piece, Patches):
-        room = max(piece.g.numel() + piece.x.numel(), 0 if piece.g.is_cuda else _ROOM)
-        return piece.rows(shape) if shape.numel() * piece.units <= room else piece
     held = piece.g.numel() + piece.a.numel()
     if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
         return Rows(whole(piece).view(-1, *shape))
@@ -261,7 +191,11 @@ def _weighty(values: Tensor, weights: Tensor) -> Tensor:
     return values.masked_fill(weightless.view(-1, *[1] * (values.dim() - 1)), 0.0)
 
 
-def _sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
+def norms_of_rows(rows: Tensor) -> Tensor:
+    return kernels.row_norms([rows])[0] if kernels.take_rows(rows) else row_norms(rows).float()
+
+
+def sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
     if kernels.take_rows(rows):
         return kernels.sums_of_rows([rows], weights)[0]
     rows = wide(_weighty(rows, weights))

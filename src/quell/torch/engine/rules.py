@@ -6,7 +6,6 @@ piece) for the parameters that are trained. Layers without a rule take `by_torch
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
-from torch.nn import functional
 
 from quell.errors import QuellError
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import wide, wide_type
-from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Tokens, kept
+from quell.torch.engine.patches import Patches, Window
+from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, kept
 from quell.torch.sharding import is_sharded
 from quell.torch.standardised import StandardisedConv2d, brought_back
 
@@ -57,9 +56,7 @@ def convolution(
     g = by_unit(gradients[0], rows)
     if layer.weight.requires_grad:
         x = by_unit(inputs[0].to(g.dtype), rows)
-        width = layer.in_channels * math.prod(layer.kernel_size)
-        patches = Patches(g, x, partial(_unfold, layer), width, layer.groups, through)
-        yield "weight", kept(patches, layer.weight.shape)
+        yield "weight", Patches(g, x, Window.of(layer), layer.groups, through).kept(layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
         yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=wide_type(g)))
 
@@ -136,28 +133,6 @@ def positions(values: Tensor, rows: int) -> Tensor:
 def summed(g: Tensor) -> Rows:
     """The gradient of a bias: the sum over positions."""
     return Rows(g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=wide_type(g)))
-
-
-def _unfold(layer: Any, x: Tensor) -> Tensor:
-    """(rows, channels in × kernel, places of the output), group by group, as the layer pads, strides and dilates.
-
-    Places come last because neighbours there are neighbours in `x` too: the copy reads and writes in order.
-    """
-    padding, zeros = list(layer._reversed_padding_repeated_twice), layer.padding_mode == "zeros"
-    by_kernel = kernels.take_rows(x) and x.dim() == 4
-    if any(padding) and not (zeros and by_kernel):
-        x = functional.pad(x, padding, mode="constant" if zeros else layer.padding_mode)
-        padding = [0] * len(padding)
-    sizes = [n + sum(padding[2 * i : 2 * i + 2]) for i, n in enumerate(reversed(x.shape[2:]))][::-1]
-    spans = [d * (k - 1) + 1 for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
-    places = [(n - s) // step + 1 for n, s, step in zip(sizes, spans, layer.stride, strict=True)]
-    if by_kernel:
-        return kernels.unfold(x, layer, padding, places)
-    strides = x.stride()
-    moves = [s * step for s, step in zip(strides[2:], layer.stride, strict=True)]
-    within = [s * d for s, d in zip(strides[2:], layer.dilation, strict=True)]
-    view = x.as_strided((*x.shape[:2], *layer.kernel_size, *places), (*strides[:2], *within, *moves))
-    return view.reshape(len(x), -1, math.prod(places))
 
 
 def _epsilon(layer: Any, x: Tensor) -> float:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from quell.torch.engine.bounds import wide
-from quell.torch.engine.pieces import Outer, Patches, Piece, Rows, Stacked, Tokens
+from quell.torch.engine.patches import Patches
+from quell.torch.engine.pieces import Outer, Piece, Rows, Stacked, Tokens
 from quell.torch.engine.together import Tied
 
 

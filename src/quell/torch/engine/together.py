@@ -6,7 +6,7 @@ Where an embedding is the output layer too, its gradient is that of the tokens a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import wide
+from quell.torch.engine.patches import Patches
 from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, whole
 
 _SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
@@ -109,6 +110,10 @@ def merged(pieces: list[Piece]) -> list[Piece]:
         small: list[Rows | Tokens] = [*rows, *tokens]
         made = [piece.flat for piece in small] + [whole(piece).flatten(1) for piece in outer]
         return [Rows(torch.stack([values.float() for values in made]).sum(0))]
+    patches = [piece for piece in pieces if isinstance(piece, Patches)]
+    if len(patches) == len(pieces) and len({(piece.g.shape[2:], piece.x.shape[2:]) for piece in patches}) == 1:
+        g, x = (torch.cat(parts, dim=1) for parts in zip(*((p.g, p.x) for p in patches), strict=True))
+        return [replace(patches[0], g=g, x=x)]
     if len(tokens) + len(outer) < len(pieces):
         return pieces
     if len(tokens) > 1:
