@@ -10,6 +10,7 @@ import pytest
 from quell import strategy, workload
 from quell.analysis.error import error, query_variances
 from quell.analysis.objective import training_error
+from quell.analysis.sensitivity import sensitivity
 from quell.participation import Participation
 
 PATTERN = Participation(96, 24)
@@ -55,6 +56,33 @@ def test_of_two_errors_alike_the_noisier_steps_win():
     steps = {each: error(each, workload.single_steps(970)).rmse for each in (loud, quiet)}
     assert steps[loud] > 2 * steps[quiet]
     assert training_error(loud, task) / training_error(quiet, task) < 0.95 * errors[loud] / errors[quiet]
+
+
+def test_an_average_does_not_hide_what_shakes_the_weights():
+    """Gradients are taken at the weights: noise that only the average takes back must not look good."""
+    averaged, weights = workload.sgd(970, 0.9, 0.9999, ema=0.98), workload.sgd(970, 0.9, 0.9999)
+    pattern = Participation(970, 97)
+    wild = strategy.build("band_inv", averaged, pattern, None, bands=4, column_normalise=True)
+    calm = strategy.build("lambda_cgd", averaged, pattern, None, **{"lambda": 0.97})
+    sigma = {each: sensitivity(each, pattern).value for each in (wild, calm)}  # for the same promise
+    shaken = {each: error(each, weights).rmse * sigma[each] for each in (wild, calm)}
+    scores = {each: training_error(each, averaged) * sigma[each] for each in (wild, calm)}
+    assert shaken[wild] > 2 * shaken[calm]
+    assert scores[wild] > scores[calm]
+    both = [training_error(calm, weights), _of_average(calm, averaged)]
+    assert training_error(calm, averaged) == pytest.approx(math.sqrt(math.prod(both)), rel=1e-9)
+
+
+def _of_average(chosen, task) -> float:
+    """`training` of averaged weights alone, by dense algebra."""
+    lag = np.maximum(np.arange(task.steps)[:, None] - np.arange(task.steps), 0)
+    momentum, average = np.tril(0.9**lag), 0.02 * np.tril(0.98**lag)
+    fading = np.tril((0.9999 * (1 - 9 / task.steps)) ** lag)
+    noising = chosen.noising_matrix()
+    own, single = (
+        np.linalg.norm(work) / math.sqrt(task.steps) for work in (average @ fading @ momentum @ noising, noising)
+    )
+    return own * (own / single) ** (1 / 9)
 
 
 def best_memory(score) -> float:

@@ -15,7 +15,11 @@ same error, the one whose steps are noisier trains better. Such noise is taken b
 most of it, and what is left shakes the weights, which leads to flatter minima (Orvieto et al., arXiv:2202.02831). The
 exponent is the one number here that was found by training; any from 1/18 to 1/6 ranks about as well (docs/results.md).
 Adam divides by the size of single gradients, so noisy steps make it slow: adaptive optimizers get the geometric mean
-with the RMSE on plain prefix sums instead, averaged if the weights are.
+with the RMSE on plain prefix sums instead.
+
+Where an average of the weights is used, gradients are still taken at the weights themselves. So `training` is then the
+geometric mean of both numbers, that of the average and that of the weights: by the first alone the best noise is one
+that shakes the weights by many times as much and is taken back within the average.
 
 `loss` predicts what training leaves of a loss (`quell.analysis.landscape`), told as a noise multiplier: that of
 independent noise, DP-SGD's, which would leave as much. So it is on the scale of the noise, as the other objectives are.
@@ -26,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quell.analysis.error import Error, error
@@ -130,6 +134,13 @@ def training_error(strategy: Strategy, workload: Workload, adaptive: bool = Fals
     >>> round(training_error(dpsgd, run) ** 2, 1)  # about half of 100 steps, less at the start
     47.5
     """
+    if workload.ema:
+        both = (workload, replace(workload, ema=0.0))
+        return math.prod(_training_error(strategy, each, adaptive) for each in both) ** 0.5
+    return _training_error(strategy, workload, adaptive)
+
+
+def _training_error(strategy: Strategy, workload: Workload, adaptive: bool) -> float:
     horizon = (ADAPTIVE_FORGETTING if adaptive else FORGETTING) * workload.steps
     own = error(strategy, forgetting(workload, horizon)).rmse
     if not workload.momentum:
