@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/jax_gpu.py [--data FOLDER] [--markdown FILE] [--parts bits,noise,train,step]
 
 - bits: does this device release the same bits as the compiled CPU path, for every recurrence?
-- noise: adding a row to 10⁸ float32 numbers, for λCGD and BISR with 4 bands (p = 4), beside Quell's Triton kernels,
-  `jax.random.normal` + add, and jax-privacy with the same C⁻¹, both ways it has: old draws remade, or kept in memory.
+- noise: adding a row to 10⁸ and 10⁹ float32 numbers, for λCGD and BISR with 4 bands (p = 4), beside Quell's Triton
+  kernels, `jax.random.normal` + add, and jax-privacy with the same C⁻¹, both ways it has: old draws remade, or kept.
 - step: the ConvNet of the CIFAR-10 experiment, with clipping and noise, beside jax-privacy's `clipped_grad` and the
   step without privacy; for each the best of several micro-batches.
 - train: that experiment's BISR plan with p = 4, from the same initial weights, in JAX and in PyTorch; three seeds.
@@ -350,6 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a folder with CIFAR-10, for the part train")
     parser.add_argument("--parts", default="bits,noise,train,step")
+    parser.add_argument("--elements", default="100000000,1000000000", help="how many numbers noise is added to")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=480.0, help="after so many, nothing new begins")
     parser.add_argument("--markdown", type=Path, help="also write what is printed here")
@@ -365,9 +366,10 @@ def main() -> None:
         f"# quell.jax\n\n`benchmarks/jax_gpu.py` on {jax.devices()[0].device_kind}: jax {jax.__version__}, torch "
         f"{torch.__version__}; jax-privacy {'takes part' if others else 'is not there'}"
     )
-    todo: dict[str, Callable[[], None]] = {
+    sizes = [20_000] if tiny else [int(size) for size in options.elements.split(",")]
+    todo: dict[str, Callable[[], Any]] = {
         "bits": lambda: bits(report, 3000 if tiny else 1 << 20),
-        "noise": lambda: noise(report, 20_000 if tiny else 10**8, options.rounds, others),
+        "noise": lambda: [noise(report, size, options.rounds, others) for size in sizes],
         "step": lambda: step(report, 8 if tiny else 512, options.rounds, [4, 8] if tiny else [128, 512], others),
         "train": lambda: train(report, options.data, 4 if tiny else 128, tiny),
     }

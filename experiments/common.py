@@ -94,9 +94,8 @@ def write_json(path: Path, content: Any) -> None:
 def strategy_of(plan: Entry) -> Strategy:
     """The strategy of a line of a plan file, as it was built when its noise was certified."""
     n, family = plan["steps"], strategy.find(plan["mechanism"])
-    fitted = (
-        workload.prefix(n) if plan["fitted_to"] == "prefix" else workload.sgd(n, plan["momentum"], plan["weight_decay"])
-    )
+    own = workload.sgd(n, plan["momentum"], plan["weight_decay"], ema=plan.get("ema"))
+    fitted = workload.prefix(n) if plan["fitted_to"] == "prefix" else own
     parameters = {name: plan[name] for name in family.takes if name in plan}
     solution = np.asarray(plan["solution"]) if "solution" in plan else None
     return strategy.build(family.name, fitted, Participation(n, plan["separation"]), solution, **parameters)
@@ -111,7 +110,7 @@ def plan_of(line: Entry, examples: int) -> Plan:
         Participation(line["steps"], line["separation"]),
         line["epochs"],
         Promise(line["epsilon"], line["delta"]),
-        Optimizer(line["momentum"], line["weight_decay"]),
+        Optimizer(line["momentum"], line["weight_decay"], ema=line.get("ema")),
         named(line["sampling"]),
         examples=examples,
         batch_size=examples // line["separation"],

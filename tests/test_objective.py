@@ -82,7 +82,7 @@ def _of_average(chosen, task) -> float:
     own, single = (
         np.linalg.norm(work) / math.sqrt(task.steps) for work in (average @ fading @ momentum @ noising, noising)
     )
-    return own * (own / single) ** (1 / 9)
+    return float(own * (own / single) ** (1 / 9))
 
 
 def best_memory(score) -> float:

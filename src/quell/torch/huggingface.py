@@ -285,7 +285,7 @@ class PrivateTrainer(Trainer):
             "load_best_model_at_end is not supported with FSDP: load the best checkpoint after training, with "
             "from_pretrained": self.is_fsdp_enabled and args.load_best_model_at_end,
             "the model was sharded when it was loaded (DistributedConfig): load it whole, and pass fsdp=True": (
-                self.is_distributed_loading_by_transformers
+                getattr(self, "is_distributed_loading_by_transformers", False)  # which older versions do not have
             ),
             "fp16 scales the loss, and with it what clipping sees: use bf16": args.fp16,
             "private={'loss_reduction': ...} is PrivateTrainer's own matter: pass example_losses": (
