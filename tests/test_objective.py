@@ -68,21 +68,8 @@ def test_an_average_does_not_hide_what_shakes_the_weights():
     shaken = {each: error(each, weights).rmse * sigma[each] for each in (wild, calm)}
     scores = {each: training_error(each, averaged) * sigma[each] for each in (wild, calm)}
     assert shaken[wild] > 2 * shaken[calm]
-    assert scores[wild] > scores[calm]
-    both = [training_error(calm, weights), _of_average(calm, averaged)]
-    assert training_error(calm, averaged) == pytest.approx(math.sqrt(math.prod(both)), rel=1e-9)
-
-
-def _of_average(chosen, task) -> float:
-    """`training` of averaged weights alone, by dense algebra."""
-    lag = np.maximum(np.arange(task.steps)[:, None] - np.arange(task.steps), 0)
-    momentum, average = np.tril(0.9**lag), 0.02 * np.tril(0.98**lag)
-    fading = np.tril((0.9999 * (1 - 9 / task.steps)) ** lag)
-    noising = chosen.noising_matrix()
-    own, single = (
-        np.linalg.norm(work) / math.sqrt(task.steps) for work in (average @ fading @ momentum @ noising, noising)
-    )
-    return float(own * (own / single) ** (1 / 9))
+    assert scores[wild] > 2 * scores[calm]
+    assert training_error(calm, averaged) == training_error(calm, weights)
 
 
 def best_memory(score) -> float:

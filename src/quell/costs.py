@@ -189,6 +189,42 @@ def measured_file() -> Path:
     return home / _FILE
 
 
+USUAL: Final = "usual"
+_COPIES, _BYTES = 4.0, 1e9  # of memory for noise, whichever is more: copies of the model, or bytes if its size is known
+
+
+def copies_in(memory: float | str | None, parameters: int | None = None) -> float | None:
+    """How many float32 copies of a model with so many parameters are meant; None for no limit.
+
+    Args:
+        memory: A number of copies, as a number or as text; a size such as "8GB"; "unlimited" or None; or "usual": four
+            copies, or as many as take 1 GB.
+        parameters: How many the model has; not needed for a number of copies.
+
+    >>> copies_in("usual"), copies_in("usual", 1_000_000), copies_in("8GB", 10**9), copies_in("unlimited")
+    (4.0, 250.0, 2.0, None)
+    """
+    if parameters is not None:
+        parameters = require_count("parameters", parameters)
+    if memory is None or memory == "unlimited":
+        return None
+    if memory == USUAL:
+        return _COPIES if parameters is None else max(_COPIES, float(_BYTES // (4 * parameters)))
+    if not isinstance(memory, str):
+        return require_finite("memory", memory)
+    try:
+        if not memory.upper().endswith("GB"):
+            return float(memory)
+        size = float(memory[:-2])
+    except ValueError:
+        raise QuellError(
+            f"memory={memory!r} must be a number of model copies, a size such as 8GB, or 'unlimited'"
+        ) from None
+    if parameters is None:
+        raise QuellError(f"memory={memory!r} needs parameters, the size of the model, as well")
+    return size * 1e9 / (4 * parameters)
+
+
 @dataclass(frozen=True)
 class Limits:
     """What noise may cost.
@@ -199,7 +235,7 @@ class Limits:
         time_limit: How long noise may take (`quell.costs.TimeLimit.of_share`); None for no limit.
     """
 
-    memory: float | None = 4.0
+    memory: float | None = _COPIES
     draws: int = 16
     time_limit: TimeLimit | None = None
 

@@ -14,7 +14,7 @@ from typing import Any
 from quell import workload
 from quell.analysis.objective import DEFAULT_OBJECTIVE as DEFAULT_OBJECTIVE
 from quell.analysis.objective import OBJECTIVES as OBJECTIVES
-from quell.costs import Limits, TimeLimit
+from quell.costs import USUAL, Limits, TimeLimit, copies_in
 from quell.errors import QuellError, require_count, require_finite, require_privacy, short
 from quell.participation import Participation
 from quell.schemes import BEST, FIXED, Scheme, named
@@ -134,13 +134,14 @@ class Run:
         momentum: float = 0.0,
         weight_decay: float = 1.0,
         learning_rates: str | Sequence[float] | None = None,
-        memory: float | None = 4.0,
+        memory: float | str | None = USUAL,
         draws: int = 16,
         sampling: str = "best",
         objective: str = DEFAULT_OBJECTIVE,
         adaptive: bool = False,
         ema: float | None = None,
         time_limit: TimeLimit | None = None,
+        parameters: int | None = None,
         separation: int | None = None,
         participations: int | None = None,
         optimizer: str = "sgd",
@@ -156,7 +157,9 @@ class Run:
                 finds. The promise is per user, if who owns which example is public (docs/users.md).
             epsilon, delta: The promise. Default of delta: `usual_delta`.
             momentum, weight_decay, learning_rates, adaptive, ema: The optimizer (see `Optimizer`).
-            memory, draws, time_limit: What noise may cost (see `Limits`).
+            memory, draws, time_limit: What noise may cost (see `Limits`). Memory is a number of model copies, a size
+                such as "8GB", or None for no limit. Default: four copies, or 1 GB if that is more.
+            parameters: How many the model has, if memory is to be counted in bytes.
             sampling: The schemes of `quell.schemes` that the data pipeline can do, separated by commas, or "best".
             objective: What a plan minimises: "training", "rmse", "maxse" or "loss" (docs/planner.md).
             separation, participations: For privacy per user with batches of examples: the fewest steps between two
@@ -196,7 +199,7 @@ class Run:
             Optimizer(momentum, weight_decay, learning_rates, adaptive, ema),
             allowed,
             objective,
-            Limits(memory, draws, time_limit),
+            Limits(copies_in(memory, parameters), draws, time_limit),
             count,
             batch_size,
             drawn,
@@ -321,6 +324,14 @@ class Run:
     def sampling(self) -> str:
         """The names of the schemes, as they are asked for."""
         return "best" if self.schemes == BEST else ",".join(kind.name for kind in self.schemes)
+
+    @cached_property
+    def designed_for(self) -> workload.Workload:
+        """The workload that strategies are optimised for.
+
+        Where an average of the weights is used, the objective says whether it is that average or the weights.
+        """
+        return self.workload if OBJECTIVES[self.objective].of_average else self.workload.without_average
 
     @cached_property
     def workload(self) -> workload.Workload:

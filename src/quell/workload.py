@@ -51,6 +51,11 @@ class Workload:
     def is_toeplitz(self) -> bool:
         return self.rates is None
 
+    @property
+    def without_average(self) -> Workload:
+        """The same run's weights themselves."""
+        return replace(self, ema=0.0) if self.ema else self
+
     @cached_property
     def coefficients(self) -> Array:
         """(n,) first column of the Toeplitz matrix; with a schedule, of the same workload at a constant rate."""

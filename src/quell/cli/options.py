@@ -13,7 +13,7 @@ import typer
 from quell.analysis.objective import OBJECTIVES
 from quell.cli import users
 from quell.cli.help import example_of
-from quell.errors import QuellError, read_count, require_count
+from quell.errors import QuellError, read_count
 from quell.run import Run
 from quell.schemes import FIXED, SCHEMES
 from quell.strategy import FAMILIES, Parameter
@@ -88,10 +88,13 @@ Schedule = Annotated[str | None, optimizer("Learning-rate schedule: cosine or li
 Adaptive = Annotated[bool, optimizer("The optimizer rescales gradients, as Adam does.", "--adaptive")]
 _EMA = "Plan for averaged weights, with this share of the past: 0.98. Default: the weights themselves."
 Ema = Annotated[float | None, optimizer(_EMA, **NUMBER)]
-_MEMORY = "Memory for noise: a number of model copies, a size such as 8GB (with --parameters), or unlimited."
+_MEMORY = (
+    "Memory for noise: a number of model copies, a size such as 8GB (with --parameters), or unlimited. Default: 4 "
+    "copies, or 1GB if that is more and --parameters is given."
+)
 Memory = Annotated[str, limit(_MEMORY, "--memory", "--max-memory")]
 Draws = Annotated[int, limit("Most noise vectors that may be generated per step.", **COUNT)]
-ModelSize = Annotated[int | None, limit("Number of the model's parameters, for sizes in GB and times.", **COUNT)]
+ModelSize = Annotated[int | None, limit("Number of the model's parameters, for memory in GB and times.", **COUNT)]
 AsJson = Annotated[bool, output("Print JSON instead of a table.", "--json")]
 Plot = Annotated[Path | None, output("Also draw a plot: a .png, .svg or .pdf file.")]
 Save = Annotated[Path | None, output("Write the plan to this file, for quell verify.")]
@@ -210,8 +213,7 @@ def data_needed(given: Given) -> Given:
 
 def data_of(given: Given) -> Given:
     """The arguments of `Run.from_data` that were given, except for how many examples or users there are."""
-    memory = memory_of(given["memory"], given["parameters"])
-    return _run(given, "batch_size", "participations", "draws", "objective") | {"memory": memory}
+    return _run(given, "batch_size", "participations", "draws", "objective", "memory", "parameters")
 
 
 def _run(given: Given, *more: str) -> Given:
@@ -255,22 +257,3 @@ def _sweep(name: str, text: str) -> list[Parameter]:
         raise QuellError(
             f"--{name} {text!r} is neither a number nor a sweep: write 16, 2,4,8 or start:stop:count"
         ) from None
-
-
-def memory_of(text: str, parameters: int | None) -> float | None:
-    """Model copies from '4', '8GB' (float32 buffers) or 'unlimited'."""
-    if parameters is not None:
-        require_count("parameters", parameters)
-    if text == "unlimited":
-        return None
-    try:
-        if not text.upper().endswith("GB"):
-            return float(text)
-        size = float(text[:-2])
-    except ValueError:
-        raise QuellError(
-            f"memory={text!r} must be a number of model copies, a size such as 8GB, or 'unlimited'"
-        ) from None
-    if parameters is None:
-        raise QuellError(f"memory={text!r} needs --parameters, the size of the model, as well")
-    return size * 1e9 / (4 * parameters)

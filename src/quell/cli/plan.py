@@ -9,7 +9,7 @@ from quell.analysis.objective import DEFAULT_OBJECTIVE
 from quell.cli import options, terminal
 from quell.cli.options import GOALS, goal, limit, mechanism_names, output, the_run, user
 from quell.cli.users import population
-from quell.costs import DEVICES, TimeLimit
+from quell.costs import DEVICES, USUAL, TimeLimit
 from quell.errors import QuellError
 from quell.files import require_writable
 from quell.planning import make_plan, named_plan
@@ -42,7 +42,7 @@ def plan(
         float | None, goal("Find the smallest epsilon with this RMSE, from --epsilon on.", **options.NUMBER)
     ] = None,
     fast: Annotated[bool, goal(f"Fixed batches (--sampling {FIXED.name}): an answer in seconds.", "--fast")] = False,
-    memory: options.Memory = "4",
+    memory: options.Memory = USUAL,
     draws: options.Draws = 16,
     parameters: options.ModelSize = None,
     noise_share: Annotated[

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from quell.analysis.objective import DEFAULT_OBJECTIVE
 from quell.cli import options, terminal
+from quell.costs import USUAL
 from quell.run import Run
 
 
@@ -22,7 +23,7 @@ def serve(
     schedule: options.Schedule = None,
     adaptive: options.Adaptive = False,
     objective: Annotated[str, options.goal(options.GOALS)] = DEFAULT_OBJECTIVE,
-    memory: options.Memory = "4",
+    memory: options.Memory = USUAL,
     draws: options.Draws = 16,
     parameters: options.ModelSize = None,
     sampling: options.Sampling = "best",

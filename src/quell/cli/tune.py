@@ -6,6 +6,7 @@ from typing import Annotated
 
 from quell.cli import options, terminal
 from quell.cli.options import the_run, training
+from quell.costs import USUAL
 from quell.errors import read_count
 from quell.show import many_runs
 
@@ -29,7 +30,7 @@ def tune(
     settings: Annotated[int, training("How many settings there are to choose from.")] = 5,
     momentum: options.Momentum = 0.0,
     sampling: options.Sampling = "best",
-    memory: options.Memory = "4",
+    memory: options.Memory = USUAL,
     as_json: options.AsJson = False,
 ) -> None:
     """Plan a search over settings, such as learning rates, that stays inside one promise.
@@ -49,7 +50,7 @@ def tune(
             settings=settings,
             momentum=momentum,
             sampling=sampling,
-            memory=options.memory_of(memory, None),
+            memory=memory,
             progress=advance,
         )
     if as_json:

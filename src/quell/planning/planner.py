@@ -197,7 +197,7 @@ def plan(*, mechanism: str | None = None, progress: Progress | bool | None = Non
         progress: True for a progress bar, in a terminal or a notebook; or what is called with (done, total, what).
         arguments: The run, as `quell.Run.from_data` takes it: `examples`, `batch_size`, `epochs`, `epsilon` and
             `delta`; optionally `momentum`, `weight_decay`, `learning_rates`, `adaptive`, `ema`, `optimizer`, `betas`,
-            `memory`, `draws`, `time_limit`, `sampling`, `objective`, `separation` and `participations`.
+            `memory`, `draws`, `time_limit`, `parameters`, `sampling`, `objective`, `separation` and `participations`.
 
     Returns:
         A plan. Its recommended mechanism is certified for (epsilon, delta) by the accountant of its sampling scheme

@@ -27,8 +27,8 @@ class Prices:
     run: Run
 
     def build(self, family: str, solution: Array | None = None, /, **parameters: Parameter) -> Strategy:
-        """A strategy of a family for the run's workload and participation."""
-        return build(family, self.run.workload, self.run.participation, solution, **parameters)
+        """A strategy of a family for what the run is optimised for and its participation."""
+        return build(family, self.run.designed_for, self.run.participation, solution, **parameters)
 
     def price(self, family: str, /, **parameters: Parameter) -> Mechanism:
         """Build a mechanism, certify the least noise that keeps the promise, and compute its error.

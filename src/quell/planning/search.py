@@ -170,7 +170,7 @@ def space_of(run: Run, shape: bool = False) -> Space:
     """What may be tried for a run; with `shape`, strategies are also optimised for amplification."""
     gaussian = 1.0 / gaussian_sigma(run.epsilon, run.delta) ** 2  # its Rényi divergence of order 2
     return Space(
-        run.workload,
+        run.designed_for,
         run.participation,
         run.limits.buffers,
         run.limits.draws,

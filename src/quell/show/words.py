@@ -192,7 +192,7 @@ def describe_run(run: Run) -> str:
         else ""
     )
     ema = run.optimizer.ema
-    uses += "" if ema is None else f" Errors are those of averaged weights (ema {ema:g})."
+    uses += "" if ema is None else f" RMSE is that of averaged weights (ema {ema:g})."
     return (
         f"{data}{counted(run.epochs, 'epoch')}: {counted(run.steps, 'step')}.{uses} "
         f"Target: {level(run.epsilon, run.delta)} per {whom(run.drawn, run.promise.unit)}."
