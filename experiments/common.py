@@ -110,7 +110,7 @@ def plan_of(line: Entry, examples: int) -> Plan:
         Participation(line["steps"], line["separation"]),
         line["epochs"],
         Promise(line["epsilon"], line["delta"]),
-        Optimizer(line["momentum"], line["weight_decay"], ema=line.get("ema")),
+        Optimizer(line["momentum"], line["weight_decay"]),
         named(line["sampling"]),
         examples=examples,
         batch_size=examples // line["separation"],

@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 from common import PLANS, RESULTS, Entry, read_json, strategy_of, write_json
-from plans import CIFAR10, IMDB, plan_name
+from plans import CIFAR10, IMDB, PUBLISHED, plan_name
 from scipy.stats import spearmanr
 
 from quell import workload
@@ -54,9 +54,10 @@ class Trained:
 
     @property
     def batch_size(self) -> int:
-        task = IMDB if self.line["momentum"] == IMDB.momentum else CIFAR10
-        examples = task.examples if self.line["steps"] == task.runs["full"][0] else task.examples * 4 // 5
-        return examples // int(self.line["separation"])
+        tasks = (CIFAR10, IMDB, PUBLISHED["scratch"][0])
+        whole = {task.runs["full"][0]: task.examples for task in tasks}
+        held_out = {task.runs["held-out"][0]: task.examples * 4 // 5 for task in tasks if "held-out" in task.runs}
+        return (whole | held_out)[self.line["steps"]] // int(self.line["separation"])
 
     @cached_property
     def measured(self) -> Measured:
@@ -84,11 +85,13 @@ class Trained:
 Group = list[Trained]
 
 
-def trained(file: str, keep: Callable[[Entry], bool] = lambda run: True) -> Iterator[Trained]:
+def trained(
+    file: str, keep: Callable[[Entry], bool] = lambda run: True, plan_file: str | None = None
+) -> Iterator[Trained]:
     """The mechanisms of a result file with at least two runs over all data."""
-    plans, runs = read_json(PLANS / f"{file}.json"), defaultdict(list)
+    plans, runs = read_json(PLANS / f"{plan_file or file}.json"), defaultdict(list)
     for run in read_json(RESULTS / f"{file}.json")["runs"]:
-        if run["size"] == "full" and keep(run):
+        if (run.get("size") == "full" or run.get("held_out") is False) and keep(run):
             runs[plan_name(run["label"], run["epsilon"], run["sampling"], "full")].append(run)
     for name, mine in runs.items():
         if len(mine) > 1:
@@ -122,8 +125,8 @@ def all_groups() -> dict[str, Group]:
     for each in tuned("epsilons", "epsilons_tuning"):
         if f"CIFAR-10, ε={each.line['epsilon']:g}, {LATER}" not in found:
             found[f"CIFAR-10, ε={each.line['epsilon']:g}, one run on held-out images"].append(each)
-    for each in tuned("scratch", "published_scratch"):
-        found[f"ResNet-9, ε={each.line['epsilon']:g}, one run on held-out images"].append(each)
+    for each in trained("published_scratch", plan_file="scratch"):
+        found[f"ResNet-9, ε={each.line['epsilon']:g}"].append(each)
     for each in trained("lambda_sweep"):
         word = "amplified" if each.line["sampling"] == "balls_in_bins" else "fixed batches"
         found[f"λ, {word}, ε={each.line['epsilon']:g}"].append(each)
