@@ -71,6 +71,15 @@ def test_a_unit_of_weight_zero_adds_nothing_whatever_is_in_it():
     torch.testing.assert_close(rows.view(7, 9), total, rtol=0.02, atol=0.1)
 
 
+def test_many_rows_are_added_up_in_float64():
+    rows = torch.cat([torch.full((512, 3), 0.5), torch.ones(1, 3), torch.full((512, 3), 0.51 * 2.0**-15)]).to(DEVICE)
+    total = kernels.sums_of_rows([rows], torch.ones(len(rows), device=DEVICE))[0]
+    assert total.dtype == torch.float64
+    torch.testing.assert_close(total, rows.double().sum(0), rtol=0, atol=2e-5)
+    few = kernels.sums_of_rows([rows[:64]], torch.ones(64, device=DEVICE))[0]
+    assert few.dtype == torch.float32
+
+
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("shape", [(2, 5, 6), (1, 40, 130)])
 def test_gradients_of_scales(shape, centred):

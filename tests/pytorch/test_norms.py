@@ -18,7 +18,7 @@ from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.patches import Patches, Window
 from quell.torch.engine.pieces import Outer, Rows, Stacked, Tokens
 from quell.torch.engine.scales import Scale, scaled
-from quell.torch.engine.together import Tied, merged, whole_norms
+from quell.torch.engine.together import Tied, merged, sums_of, whole_norms
 
 EXAMPLES = 40
 PRECISIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -429,8 +429,44 @@ def test_convolutions_are_measured_a_few_examples_at_a_time(monkeypatch, channel
     monkeypatch.setattr(pieces, "_IN_CACHE", 2 * 9 * channels * 25)
     asked.clear()
     torch.testing.assert_close(piece.norms(), norms)
-    torch.testing.assert_close(piece.sum(weights), total)
+    torch.testing.assert_close(piece.sum(weights).float(), total)
     assert asked == [2, 2, 2, 1] * 2
+
+
+def test_a_unit_hardly_changes_how_others_round():
+    """A unit lifts the sum over a power of two, after which float32 rounds 4,096 others up instead of down."""
+    large, tiny = torch.full((8192, 1), 0.5), torch.full((4096, 1), 0.51 * 2.0**-11)
+    for unit in (1.0, 0.0):
+        values = torch.cat([large, torch.tensor([[unit]]), tiny]).float()
+        right = float(values.double().sum())
+        pieces = [Rows(values), Outer(values.unsqueeze(1), torch.ones(len(values), 1, 1)), _one_pixel(values)]
+        for found in sums_of(pieces, torch.ones(len(values))):
+            assert abs(float(found) - right) < 1e-3
+
+
+def _one_pixel(values):
+    """The same numbers as gradients of a convolution."""
+    window = Window.of(nn.Conv2d(1, 1, 1))
+    return Patches(values.view(-1, 1, 1, 1, 1), torch.ones(len(values), 1, 1, 1, 1), window, 1)
+
+
+@pytest.mark.parametrize("physical", [None, 100])
+def test_sums_of_many_units_and_parts_are_those_of_float64(physical):
+    torch.manual_seed(0)
+    x = torch.randn(300, 5)
+    model = nn.Linear(5, 3)
+    engine = LayerEngine(model, dict(model.named_parameters()), 0.7, "sum")
+    for part in x.split(physical or 300):
+        model(part).square().sum().backward()
+        engine.flush()
+    _, sums = engine.collect()
+    right = torch.zeros(3, 5, dtype=torch.float64)
+    for row in x:
+        out = 2 * (model.weight.detach() @ row + model.bias.detach()).double()
+        gradient = torch.cat([torch.outer(out, row.double()).flatten(), out])
+        right += (gradient * min(1.0, 0.7 / float(gradient.norm())))[:15].view(3, 5)
+    assert sums[0].dtype == torch.float32
+    torch.testing.assert_close(sums[0].double(), right, rtol=1e-4, atol=1e-5)
 
 
 # In the engine

@@ -56,7 +56,7 @@ class Engine(ABC):
         self.flush()
         seen, sums = self._seen, self._sums
         self._seen, self._sums = 0, {}
-        return seen, [sums[name] if name in sums else _zeros(p) for name, p in self.params.items()]
+        return seen, [sums[name].float() if name in sums else _zeros(p) for name, p in self.params.items()]
 
     def take_norms(self) -> list[Tensor]:
         """The `lengths`, before clipping, of the gradients that were collected; none unless they are kept."""
@@ -106,9 +106,10 @@ class Engine(ABC):
             )
 
     def _add(self, examples: int, sums: Mapping[str, Tensor]) -> None:
+        """Add a physical batch's sums; in float64 from the second one on, so that none changes how others round."""
         self._seen += examples
         for name, value in sums.items():
-            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
+            self._sums[name] = self._sums[name].double().add_(value) if name in self._sums else value
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:

@@ -28,6 +28,7 @@ _PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num
 _ROUNDING = 2.0**-23  # tensor cores cut off instead of rounding
 _CHUNK = 1024  # as in triton_kernels.py
 _BLOCK = 1024  # elements of a program that adds up rows
+IN_A_ROW = 64  # units whose gradients are added up in float32: 64² roundings of 2⁻²³ are 5·10⁻⁴ of a clip norm
 Factors = tuple[Tensor, Tensor]  # g (units, positions, outputs) and a (units, positions, inputs)
 _HALF = (torch.bfloat16, torch.float16)
 interpreted = False  # whether CPU tensors go through Triton's interpreter: for tests
@@ -97,15 +98,17 @@ def row_norms(rows: Sequence[Tensor]) -> Tensor:
 
 
 def sums_of_rows(rows: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """(layers, size) Σ_u weights_u rows_u, without a float32 copy of the rows."""
+    """(layers, size) Σ_u weights_u rows_u, without a float32 copy of the rows; in float64 if units are many."""
     units, size = rows[0].shape
     blocks = -(-size // _BLOCK)
     splits = max(1, min(units // 16, 8 * _multiprocessors(rows[0].device) // (blocks * len(rows))))
-    parts = torch.empty(splits, len(rows), size, device=rows[0].device)
+    kind = torch.float32 if units <= IN_A_ROW else torch.float64
+    parts = torch.empty(splits, len(rows), size, dtype=kind, device=rows[0].device)
     with _table(rows, aligned=False) as table:
         _triton().weighted_rows[(blocks, len(rows), splits)](
-            table, weights, parts, units, size, -(-units // splits), TYPE=_type(rows[0]), BLOCK=_BLOCK, num_warps=4
-        )
+            table, weights, parts, units, size, -(-units // splits), TYPE=_type(rows[0]), BLOCK=_BLOCK, FEW=IN_A_ROW,
+            num_warps=4,
+        )  # fmt: skip
     return parts[0] if splits == 1 else parts.sum(0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,9 +84,12 @@ class Patches:
         for rows in self._whole():
             added = sum_of_rows(rows, weights[first : first + len(rows)])
             first += len(rows)
-            found = added if found is None else found.add_(added)
+            found = added if found is None else found.double().add_(added)
         assert found is not None
         return found
+
+    def of(self, units: slice) -> Patches:
+        return replace(self, g=self.g[units], x=self.x[units])
 
     def kept(self, shape: torch.Size) -> Piece:
         """This piece, or its per-unit gradients where those take less memory than what they are made from."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -41,6 +41,9 @@ class Piece(Protocol):
     def sum(self, weights: Tensor) -> Tensor:
         """The weighted sum of the units' gradients, a tensor of its own with as many elements as the parameter."""
 
+    def of(self, units: slice) -> Piece:
+        """The same of some units only."""
+
 
 @dataclass(eq=False)
 class Rows:
@@ -62,6 +65,9 @@ class Rows:
 
     def sum(self, weights: Tensor) -> Tensor:
         return sum_of_rows(self.flat, weights)
+
+    def of(self, units: slice) -> Rows:
+        return Rows(self.values[units])
 
 
 @dataclass(eq=False)
@@ -104,6 +110,9 @@ class Outer:
         scaled = _weighty(g, weights) * weights.to(g.dtype)[:, None, None]
         return _product(scaled.flatten(0, 1), _weighty(a, weights).flatten(0, 1))
 
+    def of(self, units: slice) -> Outer:
+        return Outer(self.g[units], self.a[units])
+
 
 @dataclass(eq=False)
 class Tokens:
@@ -126,6 +135,9 @@ class Tokens:
         scaled = wide(_weighty(self.padded, weights)) * weights.unsqueeze(-1).unsqueeze(-1)
         # Sorted by token inside, so that the same sum comes out every time; index_add_ on a GPU adds in any order.
         return torch.ops.aten.embedding_dense_backward(scaled, self.tokens, self.vocabulary, -1, False)
+
+    def of(self, units: slice) -> Tokens:
+        return replace(self, g=self.g[units], tokens=self.tokens[units])
 
     @property
     def flat(self) -> Tensor:
@@ -157,6 +169,9 @@ class Stacked:
 
     def sum(self, weights: Tensor) -> Tensor:
         return torch.cat([part.sum(weights).reshape(-1) for part in self.parts])
+
+    def of(self, units: slice) -> Stacked:
+        return Stacked([part.of(units) for part in self.parts])
 
 
 def whole(part: Outer, out: Tensor | None = None) -> Tensor:

@@ -7,9 +7,7 @@ are scaled when they are asked for: the same operation on the same tensors gives
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,14 +40,26 @@ class Scale:
 class Scaled:
     """A piece whose factors are scaled anew whenever it is asked: scaled copies of all would fill the memory."""
 
-    units: int
-    make: Callable[[], Piece]
+    piece: Outer | Tokens | Tied
+    scale: Scale
+
+    @property
+    def units(self) -> int:
+        return self.piece.units
 
     def norms(self) -> Tensor:
-        return self.make().norms()
+        return self._made.norms()
 
     def sum(self, weights: Tensor) -> Tensor:
-        return self.make().sum(weights)
+        return self._made.sum(weights)
+
+    def of(self, units: slice) -> Scaled:
+        return Scaled(self.piece.of(units), self.scale)
+
+    @property
+    def _made(self) -> Piece:
+        made: Piece = _by_factors(self.piece, self.scale)
+        return made
 
 
 def scaled(piece: Piece, scale: Scale) -> Piece:
@@ -58,7 +68,7 @@ def scaled(piece: Piece, scale: Scale) -> Piece:
     if isinstance(piece, Rows):
         return Rows(wide(piece.flat) * scale.entries)
     if isinstance(piece, (Outer, Tokens, Tied)):
-        return Scaled(piece.units, partial(_by_factors, piece, scale))
+        return Scaled(piece, scale)
     if isinstance(piece, Patches):  # makes its gradients a few units at a time
         before = piece.through
         return replace(piece, through=lambda made: (made if before is None else before(made)) * r[:, None] * c)

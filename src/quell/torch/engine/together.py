@@ -46,6 +46,9 @@ class Tied:
     def sum(self, weights: Tensor) -> Tensor:
         return self.tokens.sum(weights).view(-1) + self.outer.sum(weights).view(-1)
 
+    def of(self, units: slice) -> Tied:
+        return Tied(self.tokens.of(units), self.outer.of(units))
+
     def _inner(self) -> Tensor:
         """(units,) float64, a bound of ⟨E, O⟩ from above, for E and O as the sum makes them; infinite if unknown.
 
@@ -74,7 +77,37 @@ def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
-    """The weighted sums of many pieces, likewise."""
+    """The weighted sums of many pieces, flat; in float64 where there are many units.
+
+    A unit can change how every addition after it rounds, so only a few of them are added up in float32.
+    """
+    if len(weights) <= kernels.IN_A_ROW:
+        return [total.view(-1) for total in _sums_of(pieces, weights)]
+    by_kernel = [
+        isinstance(piece, Rows) and kernels.take_rows(piece.values) for piece in pieces
+    ]  # which does just that
+    rows = iter(_sums_of([piece for piece, whole in zip(pieces, by_kernel, strict=True) if whole], weights))
+    others = [piece for piece, whole in zip(pieces, by_kernel, strict=True) if not whole]
+    sums: list[Tensor] = []
+    for first in range(0, len(weights), kernels.IN_A_ROW):
+        some = slice(first, first + kernels.IN_A_ROW)
+        made = _sums_of([piece.of(some) for piece in others], weights[some])
+        sums = sums or [torch.zeros(each.numel(), dtype=torch.float64, device=each.device) for each in made]
+        for total, each in zip(sums, made, strict=True):
+            total.add_(each.view(-1))
+    rest = iter(sums)
+    return [(next(rows) if whole else next(rest)).view(-1) for whole in by_kernel]
+
+
+def _takes_care(piece: Piece) -> bool:
+    """Whether its sum is made by the kernel that adds up rows, a few units at a time."""
+    if isinstance(piece, Patches):
+        return kernels.take_rows(piece.g)
+    return isinstance(piece, Rows) and kernels.take_rows(piece.values)
+
+
+def _sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
+    """By one launch for those of one kind and shape, as `norms_of`."""
     of_outer = partial(kernels.weighted_sums, weights=weights)
     of_rows = partial(kernels.sums_of_rows, weights=weights)
     return _in_groups(pieces, of_outer, of_rows, lambda piece: piece.sum(weights))

@@ -160,18 +160,25 @@ def squared_rows(table, found, size, units, parts, share, TYPE: tl.constexpr, BL
 
 
 @triton.jit
-def weighted_rows(table, weights, parts, units, size, share, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+def weighted_rows(
+    table, weights, parts, units, size, share, TYPE: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr
+):
+    """Weighted sums of each layer's rows (units, size), in parts: a few units in float32, then in the parts' type."""
     layer, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     first = split * share
+    last = tl.minimum(first + share, units)
     here = tl.load(table + layer).to(tl.pointer_type(TYPE)) + first.to(tl.int64) * size + at
-    found = tl.zeros((BLOCK,), tl.float32)
-    for unit in range(first, tl.minimum(first + share, units)):
-        weight = tl.load(weights + unit)
-        row = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-        found += tl.where(weight != 0.0, weight * row, 0.0)
-        here += size
+    found = tl.zeros((BLOCK,), parts.dtype.element_ty)
+    for start in range(first, last, FEW):
+        few = tl.zeros((BLOCK,), tl.float32)
+        for unit in range(start, tl.minimum(start + FEW, last)):
+            weight = tl.load(weights + unit)
+            row = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+            few += tl.where(weight != 0.0, weight * row, 0.0)
+            here += size
+        found += few
     tl.store(parts + (split * tl.num_programs(1) + layer) * size + at, found, mask=inside)
 
 
