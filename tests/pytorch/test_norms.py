@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quell.torch.clip_norms import Bound, clip_factors
-from quell.torch.clipping import example_norms, row_norms
+from quell.torch.clipping import example_norms, row_norms, weighted_sum
 from quell.torch.engine import bounds, pieces
 from quell.torch.engine.bounds import full_precision, gram_norms, token_norms
 from quell.torch.engine.layers import LayerEngine
@@ -440,8 +440,8 @@ def test_a_unit_hardly_changes_how_others_round():
         values = torch.cat([large, torch.tensor([[unit]]), tiny]).float()
         right = float(values.double().sum())
         pieces = [Rows(values), Outer(values.unsqueeze(1), torch.ones(len(values), 1, 1)), _one_pixel(values)]
-        for found in sums_of(pieces, torch.ones(len(values))):
-            assert abs(float(found) - right) < 1e-3
+        found = [*sums_of(pieces, torch.ones(len(values))), weighted_sum(torch.ones(len(values)), values)]
+        assert all(abs(float(each) - right) < 1e-3 for each in found)
 
 
 def _one_pixel(values):

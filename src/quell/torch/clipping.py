@@ -23,6 +23,9 @@ ExampleLoss = Callable[..., Tensor]
 Gradients = Mapping[str, Tensor]  # per-example: (micro-batch, *shape of the parameter)
 
 
+IN_A_ROW = 64  # examples whose gradients are added up in float32: 2·64² roundings of 2⁻²³ are 10⁻³ of a clip norm
+
+
 class Clipped(NamedTuple):
     """Clipped gradients, added up: how many they are, and the norm that their sum has (sharded: over all ranks)."""
 
@@ -121,13 +124,14 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def weighted_sum(weights: Tensor, gradient: Tensor, total: Tensor | None) -> Tensor:
-    """total + Σ_i weights_i · gradient_i, in float32, in place and without another buffer of the gradient's size."""
-    rows = _rows(gradient).float()
-    if total is None:
-        return torch.mv(rows.t(), weights).view(gradient.shape[1:])
-    total.view(-1).addmv_(rows.t(), weights)
-    return total
+def weighted_sum(weights: Tensor, gradient: Tensor) -> Tensor:
+    """Σ_i weights_i · gradient_i in float64, of which a few examples at a time are added up in float32."""
+    few = zip(_rows(gradient).float().split(IN_A_ROW), weights.split(IN_A_ROW), strict=True)
+    first, *others = (torch.mv(rows.t(), own) for rows, own in few)
+    total = first.double()
+    for other in others:
+        total.add_(other)
+    return total.view(gradient.shape[1:])
 
 
 def _sum(
@@ -150,10 +154,12 @@ def _sum(
                 if cautious:
                     spoiled = ~torch.isfinite(norms)
                     gradient = gradient.masked_fill(spoiled.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
-                totals[name] = weighted_sum(weights, gradient, totals.get(name))
+                made = weighted_sum(weights, gradient)
+                totals[name] = totals[name].add_(made) if name in totals else made
         seen.append(measured)
     if not totals:
         totals = {name: torch.zeros(value.shape, device=value.device) for name, value in params.items()}
+    totals = {name: total.float() for name, total in totals.items()}
     return Clipped(totals, examples, float(norm_of(totals.values())), seen)
 
 

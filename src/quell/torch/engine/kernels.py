@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quell.torch.clipping import IN_A_ROW
 from quell.torch.engine.bounds import UNDERFLOW, wide
 from quell.torch.transfer import uploaded
 
@@ -28,7 +29,6 @@ _PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num
 _ROUNDING = 2.0**-23  # tensor cores cut off instead of rounding
 _CHUNK = 1024  # as in triton_kernels.py
 _BLOCK = 1024  # elements of a program that adds up rows
-IN_A_ROW = 64  # units whose gradients are added up in float32: 64² roundings of 2⁻²³ are 5·10⁻⁴ of a clip norm
 Factors = tuple[Tensor, Tensor]  # g (units, positions, outputs) and a (units, positions, inputs)
 _HALF = (torch.bfloat16, torch.float16)
 interpreted = False  # whether CPU tensors go through Triton's interpreter: for tests

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quell.torch.clipping import IN_A_ROW
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import wide
 from quell.torch.engine.patches import Patches
@@ -81,7 +82,7 @@ def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
 
     A unit can change how every addition after it rounds, so only a few of them are added up in float32.
     """
-    if len(weights) <= kernels.IN_A_ROW:
+    if len(weights) <= IN_A_ROW:
         return [total.view(-1) for total in _sums_of(pieces, weights)]
     by_kernel = [
         isinstance(piece, Rows) and kernels.take_rows(piece.values) for piece in pieces
@@ -89,8 +90,8 @@ def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
     rows = iter(_sums_of([piece for piece, whole in zip(pieces, by_kernel, strict=True) if whole], weights))
     others = [piece for piece, whole in zip(pieces, by_kernel, strict=True) if not whole]
     sums: list[Tensor] = []
-    for first in range(0, len(weights), kernels.IN_A_ROW):
-        some = slice(first, first + kernels.IN_A_ROW)
+    for first in range(0, len(weights), IN_A_ROW):
+        some = slice(first, first + IN_A_ROW)
         made = _sums_of([piece.of(some) for piece in others], weights[some])
         sums = sums or [torch.zeros(each.numel(), dtype=torch.float64, device=each.device) for each in made]
         for total, each in zip(sums, made, strict=True):
