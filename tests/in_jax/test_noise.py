@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from quell import QuellError
 from quell.jax import check, kernels, privatize, slices
 from quell.jax import normals as made
 from quell.noise import NoiseStream, generators
@@ -268,6 +270,33 @@ def test_sums_that_were_not_added_up_get_no_noise() -> None:
     with pytest.raises(Exception, match="have different sums"):
         check(after)
     noisy, after = jax.jit(apart)(same, state)
+    check(after)
+    assert np.isfinite(noisy).all()
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_forgotten_psum_gets_no_noise(placed: bool, at_once: bool) -> None:
+    """Without check_vma JAX takes it that sums are the same on all devices, and they are not."""
+    where = jax.make_mesh((2,), ("data",))
+    params = jax.device_put(np.zeros(3, np.float32), jax.NamedSharding(where, P())) if placed else np.zeros(3)
+    private = privatize(cases.spec("independent"), params, expected_batch_size=1.0, generator="philox")
+
+    def update(added: Any, x: Any, state: Any) -> Any:
+        return private.update(added(x), state)
+
+    def step(own: Any, x: Any, state: Any) -> Any:
+        added = jax.shard_map(own, mesh=where, in_specs=P("data"), out_specs=P(), check_vma=False)
+        if at_once:
+            return jax.jit(partial(update, added))(x, state)
+        return private.update(jax.jit(added)(x), state)
+
+    x = jax.device_put(np.eye(2, 3, dtype=np.float32), jax.NamedSharding(where, P("data")))
+    noisy, after = step(lambda x: x[0], x, private.init(params))
+    assert np.isnan(noisy).all()
+    with pytest.raises(QuellError, match="have different sums"):
+        check(after)
+    noisy, after = step(lambda x: lax.psum(x[0], "data"), x, private.init(params))
     check(after)
     assert np.isfinite(noisy).all()
 

@@ -47,6 +47,12 @@ def platform_of(leaves: Sequence[Any]) -> str:
     return "cuda" if "cuda" in str(device.client.platform_version) else str(device.platform)
 
 
+def mesh_of(arrays: Sequence[Any]) -> Any:
+    """The mesh of several devices that traced arrays lie on; None if there is none."""
+    meshes = (jax.typeof(each).sharding.mesh for each in arrays)
+    return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
+
+
 def as_xla_shards(function: Callable[..., Any], params: Any, *args: Any) -> Any:
     """`function(params, *args)`, where XLA shards what is computed inside, also on a mesh with explicit axes.
 

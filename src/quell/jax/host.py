@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from quell.adapters.choice import described
 from quell.errors import QuellError
 from quell.jax.alone import manual_axes
-from quell.jax.devices import platform_of
+from quell.jax.devices import mesh_of, platform_of
 from quell.jax.normals import Source
 from quell.jax.processes import counts_steps
 from quell.jax.rows import Row, add_row
@@ -217,15 +217,17 @@ class Host:
     def _differ(self, manual: tuple[str, ...], sums: Sequence[Array]) -> Array:
         """() 1 if devices that hold the same elements have other sums for them, else 0.
 
-        Inside a `shard_map` they may, and where processes have made an array of their own sums that they call
-        replicated.
+        They may wherever a program says that an array is replicated and JAX does not check it: inside a `shard_map`,
+        after one with `check_vma=False`, and where an array was put together from parts.
         """
-        if manual or self._mesh is None or jax.process_count() == 1:
+        mesh = self._mesh or mesh_of(sums)
+        if manual or mesh is None:
             return _differ(sums, self._slices, manual)
-        compared = partial(_differ, slices=self._slices, manual=tuple(self._mesh.axis_names))
-        differ: Array = jax.shard_map(
-            compared, mesh=self._mesh, in_specs=(self._specs,), out_specs=P(), check_vma=False
-        )(list(sums))
+        slices = self._slices if self._mesh else [Slice.of(jax.typeof(total)) for total in sums]
+        specs = self._specs if self._mesh else [where.spec for where in slices]
+        compared = partial(_differ, slices=slices, manual=tuple(mesh.axis_names))
+        whole = jax.shard_map(compared, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+        differ: Array = whole(list(sums))
         return differ
 
     def _answer(self, question: Any, sums: Any) -> Any:
