@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from quell import QuellError
 from quell.jax import check, clipped_grad, clipping, privatize
+from quell.planning import Plan
 from tests.noise import cases
 
 from .trees import seeded
@@ -184,6 +185,29 @@ def test_meshes_with_explicit_axes(spec: Any) -> None:
     check(state)
     close(found, by_hand(X[:8][mask], Y[:8][mask], 0.7))
     assert found["w"].sharding.is_equivalent_to(shardings["w"], 2)
+
+
+def test_parameters_of_another_run_and_slices_are_refused(plan: Plan) -> None:
+    """A unit clipped by the norm of each slice, on two devices, moves the sum by √2 clip norms."""
+    private = privatize(plan, PARAMS, 0.7)
+    sums = clipped_grad(loss, private)
+    close(sums(PARAMS, (X, Y), None), by_hand(X, Y, 0.7))
+    with pytest.raises(QuellError, match="not the parameters that privatize was called with"):
+        sums({**PARAMS, "u": PARAMS["v"]}, (X, Y), None)
+    with pytest.raises(QuellError, match=r"has shape \(5, 2\)"):
+        sums({**PARAMS, "w": PARAMS["w"][:, :2]}, (X, Y), None)
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"w": P(None, "m"), "v": P("m")}
+    for check_vma in (True, False):
+        sliced = jax.shard_map(
+            lambda params: sums(params, (X, Y), None),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=specs,
+            check_vma=check_vma,
+        )
+        with pytest.raises(QuellError, match="gather sharded parameters"):
+            jax.eval_shape(sliced, PARAMS)
 
 
 def test_a_bound_that_is_not_kept_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

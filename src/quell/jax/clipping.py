@@ -44,8 +44,9 @@ def clipped_grad(
     Args:
         loss: `loss(params, *unit)`, the loss of *one* unit. It may be wrapped in `jax.checkpoint`, and take a random
             key as part of the unit.
-        max_grad_norm: What `privatize` returned, for its clip norm and its rows per user; or the norm itself, as a
-            number. Each unit's gradient is clipped to it, over all parameters together.
+        max_grad_norm: What `privatize` returned, for its clip norm, its rows per user and the shapes of its parameters;
+            or the norm itself, as a number, with which parameters are not compared. Each unit's gradient is clipped to
+            it, over all parameters together.
         micro_batch: How many gradients to hold in memory at once.
         rows_per_unit: For units of several rows, such as augmentations: `loss` is that of one row, and the mean over
             the unit's rows is clipped. Arrays of the batch have the shape (units, rows_per_unit, ...). With a plan per
@@ -67,12 +68,15 @@ def clipped_grad(
     """
     if not isinstance(max_grad_norm, Private | Real):
         raise QuellError(f"clipped_grad takes what privatize returned, or a norm, not a {type(max_grad_norm).__name__}")
+    private = max_grad_norm if isinstance(max_grad_norm, Private) else None
     if isinstance(max_grad_norm, Private):
         max_grad_norm, rows_per_unit = _of_run(max_grad_norm, rows_per_unit)
     bound, size = require_clip_norm(max_grad_norm), require_count("micro_batch", micro_batch)
     of_unit = loss if rows_per_unit is None else _mean_loss(loss, require_count("rows_per_unit", rows_per_unit))
 
     def sums(params: Any, batch: tuple[Any, ...], mask: Array | None) -> Any:
+        if private is not None:
+            private.host.require_whole(params)
         shapes = {jnp.shape(leaf)[:1] for leaf in jax.tree_util.tree_leaves(batch)}
         if not isinstance(batch, tuple) or len(shapes) != 1 or shapes == {()}:
             raise QuellError("batch must be a tuple of arrays, or trees of them, that all have one row per unit")

@@ -166,6 +166,18 @@ class Host:
         after = NoiseState(state.step + sound.astype(jnp.int32), refused, state.run, tuple(buffers))
         return jax.tree_util.tree_unflatten(self._tree, means), after
 
+    def require_whole(self, params: Any) -> None:
+        """Refuse other parameters than those of the run, and slices of them, whose norm is not that of a unit."""
+        shapes = [where.shape for where in self._slices]
+        found = [jnp.shape(leaf) for leaf in jax.tree_util.tree_leaves(params)]
+        if manual_axes() and len(found) == len(shapes) and found != shapes:
+            raise QuellError(
+                "the parameters have other shapes than in privatize, as slices of them do inside shard_map: a slice's "
+                "norm is too small to clip a unit by, so gather sharded parameters (lax.all_gather(..., tiled=True)) "
+                "before clipped_grad"
+            )
+        self._leaves(params, shapes)
+
     def _leaves(self, tree: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         leaves: list[Any]
         leaves, structure = jax.tree_util.tree_flatten(tree)
