@@ -233,6 +233,7 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     assert (report.steps_done, report.steps, report.expected_batch_size) == (1, plan.steps, 12)
     assert 0 < report.epsilon_so_far <= plan.run.epsilon
     assert report.versions["jax"] == jax.__version__
+    assert "philox, which is NOT secure" in str(report)
     drawn, own = batches(private, 60), private.drawn
     assert own is not None
     assert len(drawn) == plan.steps

@@ -68,7 +68,8 @@ class Private(optax.GradientTransformationExtraArgs):
         released = max(*own, self.host.guard.released)
         framework = ("jax", str(jax.__version__))
         norm = float(self.max_grad_norm or 0.0)
-        return privacy_report(self._mechanism, self.drawn, self.key, norm, max(own), released, framework)
+        made_by = self.host.generator
+        return privacy_report(self._mechanism, self.drawn, self.key, made_by, norm, max(own), released, framework)
 
     def close(self) -> None:
         """Let go of the ledger and the log; no more steps are released."""
