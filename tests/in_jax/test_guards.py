@@ -241,8 +241,11 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     other = privatize(plan, PARAMS, 1.0)
     with pytest.raises(QuellError, match="the state of another run"):
         other.report(state)
+    with pytest.raises(QuellError, match="the state of another run"):
+        batches(other, 60).starting(state)
     both = (other.init(PARAMS), state)  # two runs in one optimizer
     assert private.report(both).steps_done == 1
+    np.testing.assert_array_equal(next(drawn.starting(both))[0], drawn[1][0])
     for step, (indices, mask) in enumerate(drawn):
         assert indices.shape == mask.shape == (12,)
         np.testing.assert_array_equal(indices[mask], own.at(step))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quell.adapters.users import Owned
 from quell.errors import QuellError, require_count
 from quell.jax.private import Private
-from quell.jax.state import states_in
+from quell.jax.state import step_of
 from quell.schemes import Batches
 
 RARELY = 1e-12  # how likely any batch of a run may be larger than the chosen size
@@ -32,6 +32,7 @@ class PaddedBatches:
     drawn: Batches
     size: int
     users: Owned | None = None
+    run: tuple[int, ...] = ()  # its name, as its states have it
 
     def __len__(self) -> int:
         return len(self.drawn)
@@ -49,14 +50,14 @@ class PaddedBatches:
         """The batches from a step to the end of the run.
 
         Args:
-            step: The number of the step, or the optimizer's state, for the step that is due in it.
+            step: The number of the step, or the optimizer's state, for the step that is due in it; the state of
+                another run is refused.
 
         Returns:
             An iterator over `(indices, mask)`.
         """
-        first = index(step) if hasattr(step, "__index__") else int(states_in(step)[0].step)
-        for number, batch in enumerate(self.drawn.starting(first), start=first):
-            yield self._padded(number, batch)
+        first = index(step) if hasattr(step, "__index__") else step_of(step, self.run)
+        return (self._padded(number, batch) for number, batch in enumerate(self.drawn.starting(first), start=first))
 
     def _padded(self, step: int, batch: NDArray[Any]) -> Padded:
         if len(batch) > self.size:
@@ -102,7 +103,7 @@ def batches(private: Private, examples: int, *, size: int | None = None, devices
     parts = require_count("devices", devices)
     if size is None:
         size = -(-_roomy(drawn) // parts) * parts
-    return PaddedBatches(drawn, require_count("size", size), users)
+    return PaddedBatches(drawn, require_count("size", size), users, tuple(private.host.name.tolist()))
 
 
 def _roomy(drawn: Batches) -> int:

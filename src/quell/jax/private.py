@@ -19,7 +19,7 @@ from quell.errors import QuellError, require_finite
 from quell.jax.devices import refuse_devices
 from quell.jax.host import Host
 from quell.jax.processes import counts_steps, everywhere, require_agreement, shared_secret
-from quell.jax.state import check, states_in
+from quell.jax.state import check, step_of
 from quell.jax.watch import Watch
 from quell.noise import Key, NoiseSpec
 from quell.noise.layout import require_generator
@@ -60,16 +60,12 @@ class Private(optax.GradientTransformationExtraArgs):
             raise QuellError("a report is about a plan's batches: call privatize with a Plan, not with a mechanism")
         if not counts_steps():
             raise QuellError("process 0 knows what was released: ask for the report there (jax.process_index() == 0)")
-        own = [int(found.step) for found in states_in(state) if np.array_equal(found.run, self.host.name)]
-        if not own:
-            raise QuellError(
-                "this is the state of another run: pass the one that this transformation's update returned"
-            )
-        released = max(*own, self.host.guard.released)
+        step = step_of(state, self.host.name)
+        released = max(step, self.host.guard.released)
         framework = ("jax", str(jax.__version__))
         norm = float(self.max_grad_norm or 0.0)
         made_by = self.host.generator
-        return privacy_report(self._mechanism, self.drawn, self.key, made_by, norm, max(own), released, framework)
+        return privacy_report(self._mechanism, self.drawn, self.key, made_by, norm, step, released, framework)
 
     def close(self) -> None:
         """Let go of the ledger and the log; no more steps are released."""
