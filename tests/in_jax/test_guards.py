@@ -193,6 +193,12 @@ def test_devices_that_would_hang_or_count_apart(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(QuellError, match="several CPU devices"):
         privatize(cases.spec("independent"), spread, key=tmp_path / "run.key", **FAST)
     assert not any(tmp_path.iterdir())
+    private = privatize(cases.spec("independent"), np.zeros((8, 4)), key=tmp_path / "run.key", **FAST)  # on the host
+    with pytest.raises(QuellError, match="sums lie on several CPU devices"):
+        private.update(spread, private.init(np.zeros((8, 4))))
+    apart = jax.shard_map(private.update, mesh=mesh, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False)
+    with pytest.raises(QuellError, match="sums lie on several CPU devices"):
+        jax.eval_shape(apart, np.zeros((8, 4), np.float32), private.init(np.zeros((8, 4))))
     monkeypatch.setattr(jax, "process_count", lambda: 2)  # all these devices are process 0's
     for held in (spread, np.zeros(3), jnp.zeros(3)):
         with pytest.raises(QuellError, match="a mesh of all processes' devices"):

@@ -13,11 +13,7 @@ from quell.errors import QuellError
 
 
 def refuse_devices(params: Any, ledger: bool) -> None:
-    """Refuse parameters that not all processes hold together, and a ledger with several CPU devices.
-
-    A ledger reads the sums of every step in a callback. The copy that the callback is given needs a thread, and on
-    several CPU devices all threads may be waiting for the callback's answer.
-    """
+    """Refuse parameters that not all processes hold together, and a ledger with several CPU devices."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree_util.tree_leaves(params)]
     if jax.process_count() > 1 and not all(_of_all_processes(sharding) for sharding in shardings):
         raise QuellError(
@@ -25,10 +21,20 @@ def refuse_devices(params: Any, ledger: bool) -> None:
             "which the first is process 0's: jax.device_put(params, NamedSharding(jax.make_mesh(...), P()))"
         )
     devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
-    if ledger and len(devices) > 1 and all(device.platform == "cpu" for device in devices):
+    if ledger and all(device.platform == "cpu" for device in devices):
+        refuse_recorded_cpus(len(devices))
+
+
+def refuse_recorded_cpus(devices: int) -> None:
+    """Refuse a ledger where a step runs on several CPU devices.
+
+    A ledger reads the sums of every step in a callback. The copy that the callback is given needs a thread, and on
+    several CPU devices all threads may be waiting for the callback's answer.
+    """
+    if devices > 1:
         raise QuellError(
-            "a ledger cannot be kept while parameters lie on several CPU devices: pass key=Key.generate() and no "
-            "ledger, or use one CPU device"
+            "a ledger cannot be kept while parameters or sums lie on several CPU devices: pass key=Key.generate() and "
+            "no ledger, or use one CPU device"
         )
 
 

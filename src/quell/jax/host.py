@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from quell.adapters.choice import described
 from quell.errors import QuellError
 from quell.jax.alone import manual_axes
-from quell.jax.devices import mesh_of, platform_of
+from quell.jax.devices import mesh_of, platform_of, refuse_recorded_cpus
 from quell.jax.normals import Source
 from quell.jax.processes import counts_steps
 from quell.jax.rows import Row, add_row
@@ -141,6 +141,8 @@ class Host:
                     f"a sum has dtype {total.dtype}, and rounding sums to it can move them by more than the clip norm "
                     "when one unit is left out: pass them in float32, as clipped_grad returns them"
                 )
+        if self._recorded and self._platform == "cpu" and (mesh := mesh_of(sums)) is not None:
+            refuse_recorded_cpus(mesh.size)
         code, keys, zero, expected = self._ask(manual, state, sums)
         refused = jnp.where(state.refused != 0, state.refused, code)
 
