@@ -253,6 +253,28 @@ def test_the_users_own_shard_map_and_a_chain() -> None:
     check(state)
 
 
+def test_shard_maps_that_update_cannot_be_in() -> None:
+    where = mesh(2, 2)
+    specs = {"w": P("x"), "b": P()}
+    zeros = {"w": np.zeros((4, 2), np.float32), "b": np.zeros(3, np.float32)}
+    params = jax.device_put(zeros, {name: jax.NamedSharding(where, spec) for name, spec in specs.items()})
+    options: Any = {"expected_batch_size": 1.0, "key": seeded(7), "generator": "philox"}
+    sharded = privatize(cases.spec("independent"), params, **options)
+    whole = privatize(cases.spec("independent"), zeros, **options)
+    for private, parts, how, message in (
+        (sharded, specs, {"check_vma": True}, "needs check_vma=False"),
+        (sharded, specs, {"check_vma": False, "axis_names": {"x"}}, "all axes of the mesh manual, and y is not"),
+        (whole, P(), {"check_vma": False, "axis_names": {"y"}}, "all axes of the mesh manual, and x is not"),
+    ):
+        update = jax.shard_map(private.update, mesh=where, in_specs=(parts, P()), out_specs=(parts, P()), **how)
+        with pytest.raises(QuellError, match=message):
+            jax.eval_shape(jax.jit(update), params, private.init(params))
+    checked = jax.shard_map(whole.update, mesh=where, in_specs=P(), out_specs=P())  # check_vma is True by default
+    noisy, after = jax.jit(checked)(zeros, whole.init(zeros))
+    check(after)
+    assert np.isfinite(noisy["b"]).all()
+
+
 @pytest.mark.slow
 def test_sums_that_were_not_added_up_get_no_noise() -> None:
     """Devices with sums of their own under the same noise: the difference of two releases would have none."""

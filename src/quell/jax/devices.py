@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,6 +37,25 @@ def refuse_recorded_cpus(devices: int) -> None:
         raise QuellError(
             "a ledger cannot be kept while parameters or sums lie on several CPU devices: pass key=Key.generate() and "
             "no ledger, or use one CPU device"
+        )
+
+
+def refuse_shard_map(manual: Sequence[str], sharded: set[str]) -> None:
+    """Refuse `update` inside a `shard_map` over some axes only, and one that checks how sharded parameters vary.
+
+    JAX has callbacks only where all axes are manual. And all slices' noise is made in one loop, so JAX would take the
+    noise of replicated parameters to vary as that of sharded ones does.
+    """
+    others = (sharded | set(jax.sharding.get_abstract_mesh().axis_names)) - set(manual)
+    if others:
+        raise QuellError(
+            f"update inside shard_map needs all axes of the mesh manual, and {', '.join(sorted(others))} is not: leave "
+            "axis_names out of shard_map, or call update outside of it"
+        )
+    if sharded and jax.typeof(lax.axis_index(manual[0])) != jax.typeof(jnp.int32(0)):
+        raise QuellError(
+            "update inside shard_map with sharded parameters needs check_vma=False: pass it to shard_map, or call "
+            "update outside of it"
         )
 
 

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from quell.adapters.choice import described
 from quell.errors import QuellError
 from quell.jax.alone import manual_axes
-from quell.jax.devices import mesh_of, platform_of, refuse_recorded_cpus
+from quell.jax.devices import mesh_of, platform_of, refuse_recorded_cpus, refuse_shard_map
 from quell.jax.normals import Source
 from quell.jax.processes import counts_steps
 from quell.jax.rows import Row, add_row
@@ -130,9 +130,8 @@ class Host:
     def _update(
         self, manual: tuple[str, ...], updates: Any, state: NoiseState, norms: Array | None
     ) -> tuple[Any, NoiseState]:
-        needed = {axis for where in self._slices for axes in where.axes for axis in axes}
-        if manual and not needed <= set(manual):
-            raise QuellError(f"inside shard_map, all axes that parameters are sharded over must be manual: {needed}")
+        if manual:
+            refuse_shard_map(manual, {axis for where in self._slices for axes in where.axes for axis in axes})
         shapes = [where.local if manual else where.shape for where in self._slices]
         sums = self._leaves(updates, shapes)
         for total in sums:
