@@ -253,6 +253,16 @@ def test_the_users_own_shard_map_and_a_chain() -> None:
     check(state)
 
 
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_programs_that_forbid_rank_promotion(recurrence: str) -> None:
+    for generator, where in (("chacha8", None), ("philox", mesh(4, 2))):
+        params = tree(where)
+        spec = cases.spec(RECURRENCES[recurrence])
+        private = privatize(spec, params, expected_batch_size=1.0, key=seeded(7), generator=generator)
+        with jax.numpy_rank_promotion("raise"):
+            jax.eval_shape(private.update, params, private.init(params))
+
+
 def test_shard_maps_that_update_cannot_be_in() -> None:
     where = mesh(2, 2)
     specs = {"w": P("x"), "b": P()}
