@@ -164,6 +164,58 @@ def test_the_state_of_another_run_is_refused() -> None:
         check(optax.sgd(0.1).init(PARAMS))
 
 
+def test_parameters_that_are_no_trained_arrays(plan: Plan) -> None:
+    for leaf, message in [
+        (0.0, "a leaf is a float: pass arrays only"),
+        (jax.nn.relu, r"equinox\.partition"),  # as in an Equinox model
+        (jnp.arange(3), "has dtype int32"),
+        (jax.random.key(0), r"has dtype key<fry>"),
+        (jnp.ones(3, jnp.complex64), "has dtype complex64"),
+    ]:
+        with pytest.raises(QuellError, match=message):
+            privatize(plan, {**PARAMS, "other": leaf}, 1.0)
+        with pytest.raises(QuellError, match=message):
+            clipped_grad(lambda params, x: x, 1.0)({**PARAMS, "other": leaf}, (np.ones(3),), None)
+    with pytest.raises(QuellError, match=r"plan is a dict: pass a plan first"):
+        privatize(PARAMS, plan, 1.0)
+
+
+def test_numbers_may_be_arrays(plan: Plan) -> None:
+    private = privatize(plan, PARAMS, jnp.float32(0.5), generator="philox")
+    assert private.max_grad_norm == 0.5
+    for norm in (jnp.float32(0.5), np.array(0.5)):
+        one = clipped_grad(lambda w, x: w @ x, norm)(jnp.zeros(2), (np.eye(1, 2),), None)
+        np.testing.assert_allclose(one, [0.5, 0], rtol=1e-3)
+    for norm in (2.0**127, 1e-40):
+        with pytest.raises(QuellError, match="outside what float32 can measure"):
+            clipped_grad(lambda w, x: w @ x, norm)
+    drawn = batches(private, jnp.int32(60))
+    np.testing.assert_array_equal(drawn[jnp.int32(2)][0], drawn[2][0])
+    with pytest.raises(QuellError, match=r"examples is a ndarray: pass how many"):
+        batches(private, np.zeros((60, 3)))
+
+
+def test_states_of_others_and_several_states() -> None:
+    private = privatize(cases.spec("independent"), PARAMS, key=seeded(1), **FAST)
+    state = private.init(PARAMS)
+    for wrong in (None, optax.chain(private, optax.sgd(0.1)).init(PARAMS)):
+        with pytest.raises(QuellError, match="call the chain's update"):
+            private.update(PARAMS, wrong)
+    with pytest.raises(QuellError, match="a stack of several states"):
+        check(jax.tree_util.tree_map(lambda leaf: jnp.stack([leaf, leaf]), state))
+
+
+def test_what_holds_a_key_says_how_it_is_let_go(tmp_path: Path) -> None:
+    private = privatize(cases.spec("independent"), PARAMS, key=tmp_path / "run.key", **FAST)
+    with pytest.raises(QuellError, match=r"close\(\) is called on the optimizer, or on what privatize returned"):
+        privatize(cases.spec("independent"), PARAMS, key=tmp_path / "run.key", **FAST)
+    first = private.init(PARAMS)
+    steps(private, first, 0, 1)
+    with pytest.raises(QuellError, match=r"older checkpoint of a run with a ledger, call close\(\) and then privatize"):
+        check(steps(private, first, 0, 1)[1])
+    private.close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

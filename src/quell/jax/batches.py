@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from quell.adapters.users import Owned
 from quell.errors import QuellError, require_count
+from quell.jax.given import number
 from quell.jax.private import Private
 from quell.jax.state import step_of
 from quell.schemes import Batches
@@ -42,6 +44,7 @@ class PaddedBatches:
 
     def __getitem__(self, step: int) -> Padded:
         """The batch of one step, as data loaders that look items up want it."""
+        step = index(step)
         if step >= len(self):
             raise IndexError(step)
         return self._padded(step, self.drawn.at(step))
@@ -94,7 +97,9 @@ def batches(private: Private, examples: int, *, size: int | None = None, devices
     drawn, users = private.drawn, private.users
     if drawn is None:
         raise QuellError("there is no plan to draw batches of: call privatize with a Plan, not with a mechanism")
-    known = drawn.examples if users is None else users.examples
+    known, examples = drawn.examples if users is None else users.examples, number(examples)
+    if not isinstance(examples, Integral):
+        raise QuellError(f"examples is a {type(examples).__name__}: pass how many the data has, as in len(data)")
     if examples != known:
         raise QuellError(
             f"the data has {examples:,} examples, but privatize was called for {known:,}: train on those, or make a "

@@ -23,10 +23,12 @@ from quell.errors import QuellError, require_count
 from quell.jax.alone import as_units_vary, refuse_collectives
 from quell.jax.convolutions import with_products
 from quell.jax.devices import as_xla_shards
+from quell.jax.given import number, require_floats
 from quell.jax.private import Private
 
 BLOCK = 32  # squares are added in blocks of so many, those in blocks again, so that each takes part in few additions
 RAISED = 1 + 2.0**-14  # at most 7 levels of 32 additions for 2³² squares, 2⁻²⁴ each: 2⁻¹⁶ of the sum is not reached
+LEAST, MOST = 2.0**-126, 2.0**127  # of a clip norm: the power of two above it is a normal float32
 
 f32 = jnp.float32
 
@@ -66,15 +68,19 @@ def clipped_grad(
     >>> [round(float(value), 3) for value in sums(jnp.zeros(2), (x, y), None)]
     [-0.1, -1.0]
     """
+    max_grad_norm = number(max_grad_norm)
     if not isinstance(max_grad_norm, Private | Real):
         raise QuellError(f"clipped_grad takes what privatize returned, or a norm, not a {type(max_grad_norm).__name__}")
     private = max_grad_norm if isinstance(max_grad_norm, Private) else None
     if isinstance(max_grad_norm, Private):
         max_grad_norm, rows_per_unit = _of_run(max_grad_norm, rows_per_unit)
     bound, size = require_clip_norm(max_grad_norm), require_count("micro_batch", micro_batch)
+    if not LEAST <= bound < MOST:
+        raise QuellError(f"max_grad_norm={bound:g} is outside what float32 can measure: {LEAST:g} to {MOST:g}")
     of_unit = loss if rows_per_unit is None else _mean_loss(loss, require_count("rows_per_unit", rows_per_unit))
 
     def sums(params: Any, batch: tuple[Any, ...], mask: Array | None) -> Any:
+        require_floats(jax.tree_util.tree_leaves(params))
         if private is not None:
             private.host.require_whole(params)
         shapes = {jnp.shape(leaf)[:1] for leaf in jax.tree_util.tree_leaves(batch)}

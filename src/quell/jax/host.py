@@ -29,6 +29,7 @@ from quell.adapters.choice import described
 from quell.errors import QuellError
 from quell.jax.alone import manual_axes
 from quell.jax.devices import mesh_of, platform_of, refuse_recorded_cpus, refuse_shard_map
+from quell.jax.given import require_floats
 from quell.jax.normals import Source
 from quell.jax.processes import counts_steps
 from quell.jax.rows import Row, add_row
@@ -120,6 +121,11 @@ class Host:
         self, updates: Any, state: NoiseState, params: Any = None, *, norms: Any = None, **_: Any
     ) -> tuple[Any, NoiseState]:
         """As optax has it. `norms` are those of `clipped_grad(..., with_norms=True)`, for a log that wants them."""
+        if not isinstance(state, NoiseState):
+            raise QuellError(
+                f"the state is a {type(state).__name__}, where update takes what this transformation's own init or "
+                "update returned: for the state of an optax.chain, call the chain's update"
+            )
         norms = None if self.watch is None else self.watch.wanted(norms)
         manual = manual_axes()
         if manual:
@@ -188,14 +194,10 @@ class Host:
                 "some, call privatize and clipped_grad with the trained ones only: optax.masked and multi_transform "
                 "let the gradients of others pass without noise"
             )
+        require_floats(leaves)
         for leaf, shape in zip(leaves, shapes, strict=True):
             if tuple(leaf.shape) != tuple(shape):
                 raise QuellError(f"a leaf has shape {tuple(leaf.shape)}, where privatize was given {tuple(shape)}")
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise QuellError(
-                    f"a leaf has dtype {leaf.dtype}, and noise is added to floating-point numbers: pass the trained "
-                    "parameters only, and let the loss close over the others"
-                )
         return leaves
 
     def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:
@@ -286,7 +288,8 @@ class Host:
             raise QuellError(
                 f"step {step:,} was released before, and each step's noise is used once: go on with the state that "
                 "update returned. Copies of a state, vmap over update, and optax wrappers that return to an older "
-                "state, such as MultiSteps, cannot be used"
+                "state, such as MultiSteps, cannot be used. To go back to an older checkpoint of a run with a ledger, "
+                "call close() and then privatize again"
             )
         if self._due < 0:
             self.guard.check_resuming(step, step, replay=True)

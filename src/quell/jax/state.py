@@ -45,6 +45,11 @@ def states_in(state: Any) -> list[NoiseState]:
     found = [leaf for leaf in leaves if isinstance(leaf, NoiseState)]
     if not found:
         raise QuellError("there is no state of quell.jax.privatize in this: pass the optimizer's whole state")
+    if any(np.ndim(each.step) for each in found):
+        raise QuellError(
+            "this is a stack of several states, as vmap or scan makes it: pass one of them, such as the last. Mapped "
+            "over, update releases nothing but its first step, as each step's noise is used once"
+        )
     return found
 
 
