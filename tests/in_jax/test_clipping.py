@@ -75,6 +75,23 @@ def test_no_example_moves_the_sum_by_more_than_the_bound() -> None:
                 assert np.linalg.norm(one) > bound * 0.999
 
 
+@pytest.mark.parametrize(("power", "micro_batch", "more"), [(11, 1, 2048), (13, 32, 256)])
+def test_no_example_changes_how_all_later_ones_are_rounded(power: int, micro_batch: int, more: int) -> None:
+    """With one example the total reaches a power of two, beyond which small ones are rounded up or away."""
+    one = 1 - 2.0**-13
+    halves = np.full(int((2**power - one) / 0.5), 0.5)
+    large = np.append(halves, 2**power - one - halves.sum())
+    large = np.pad(large, (0, -(len(large) + 1) % micro_batch))
+    small = np.full(more * micro_batch, 0.51 * 2.0 ** (power - 23) / micro_batch)
+    sums = jax.jit(clipped_grad(lambda w, x: w * x, 1.0, micro_batch=micro_batch))
+    with_one, without = (
+        float(sums(jnp.float32(0), (np.concatenate([large, [first], small]).astype(np.float32),), None))
+        for first in (one, 0.0)
+    )
+    units = len(large) + 1 + len(small)
+    assert abs(with_one - without) <= 1 + (units + micro_batch**2) * 2.0**-23
+
+
 def test_norms_of_many_elements() -> None:
     """One addition after the other would lose most of what follows a large square."""
     rows = np.full((1, 2**22), 1e-4, np.float32)
