@@ -8,9 +8,9 @@ apart until they are clipped.
 **What rounding adds.** Each clipped gradient has a norm C of at most `max_grad_norm`, but a unit also decides how the
 sum is rounded. The m units of a micro-batch are added in float32, and micro-batches by a total of two float32 numbers,
 which is rounded to one at the end. A unit changes the rounding of its own micro-batch, by m²·2⁻²³·C at most, that of
-the total in its 47th bit (which raised norms make up for), and that of the result. So among B units it moves the sum by at most (1 + (B + m²)·2⁻²³)·C
-in norm, and by so much only if all gradients point the same way: 1.0006·C for B = 4,096 and m = 32. A `psum` over D
-devices rounds D times instead of once, so D·B stands in place of B.
+the total in its 47th bit (which raised norms make up for), and that of the result. So among B units it moves the sum by
+at most (1 + (B + m²)·2⁻²³)·C in norm, and by so much only if all gradients point the same way: 1.0006·C for B = 4,096
+and m = 32. A `psum` over D devices rounds D times instead of once, so D·B stands in place of B.
 """
 
 from __future__ import annotations
