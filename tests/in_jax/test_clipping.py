@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from quell import QuellError
 from quell.jax import check, clipped_grad, clipping, privatize
+from quell.planning import Plan
 from tests.noise import cases
 
 from .trees import seeded
@@ -72,6 +73,23 @@ def test_no_example_moves_the_sum_by_more_than_the_bound() -> None:
             assert np.linalg.norm(one) <= bound * (1 + 1e-7)
             if size == 1e6:
                 assert np.linalg.norm(one) > bound * 0.999
+
+
+@pytest.mark.parametrize(("power", "micro_batch", "more"), [(11, 1, 2048), (13, 32, 256)])
+def test_no_example_changes_how_all_later_ones_are_rounded(power: int, micro_batch: int, more: int) -> None:
+    """With one example the total reaches a power of two, beyond which small ones are rounded up or away."""
+    one = 1 - 2.0**-13
+    halves = np.full(int((2**power - one) / 0.5), 0.5)
+    large = np.append(halves, 2**power - one - halves.sum())
+    large = np.pad(large, (0, -(len(large) + 1) % micro_batch))
+    small = np.full(more * micro_batch, 0.51 * 2.0 ** (power - 23) / micro_batch)
+    sums = jax.jit(clipped_grad(lambda w, x: w * x, 1.0, micro_batch=micro_batch))
+    with_one, without = (
+        float(sums(jnp.float32(0), (np.concatenate([large, [first], small]).astype(np.float32),), None))
+        for first in (one, 0.0)
+    )
+    units = len(large) + 1 + len(small)
+    assert abs(with_one - without) <= 1 + (units + micro_batch**2) * 2.0**-23
 
 
 def test_norms_of_many_elements() -> None:
@@ -184,6 +202,29 @@ def test_meshes_with_explicit_axes(spec: Any) -> None:
     check(state)
     close(found, by_hand(X[:8][mask], Y[:8][mask], 0.7))
     assert found["w"].sharding.is_equivalent_to(shardings["w"], 2)
+
+
+def test_parameters_of_another_run_and_slices_are_refused(plan: Plan) -> None:
+    """A unit clipped by the norm of each slice, on two devices, moves the sum by √2 clip norms."""
+    private = privatize(plan, PARAMS, 0.7)
+    sums = clipped_grad(loss, private)
+    close(sums(PARAMS, (X, Y), None), by_hand(X, Y, 0.7))
+    with pytest.raises(QuellError, match="not the parameters that privatize was called with"):
+        sums({**PARAMS, "u": PARAMS["v"]}, (X, Y), None)
+    with pytest.raises(QuellError, match=r"has shape \(5, 2\)"):
+        sums({**PARAMS, "w": PARAMS["w"][:, :2]}, (X, Y), None)
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"w": P(None, "m"), "v": P("m")}
+    for check_vma in (True, False):
+        sliced = jax.shard_map(
+            lambda params: sums(params, (X, Y), None),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=specs,
+            check_vma=check_vma,
+        )
+        with pytest.raises(QuellError, match="gather sharded parameters"):
+            jax.eval_shape(sliced, PARAMS)
 
 
 def test_a_bound_that_is_not_kept_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,58 @@ def test_the_state_of_another_run_is_refused() -> None:
         check(optax.sgd(0.1).init(PARAMS))
 
 
+def test_parameters_that_are_no_trained_arrays(plan: Plan) -> None:
+    for leaf, message in [
+        (0.0, "a leaf is a float: pass arrays only"),
+        (jax.nn.relu, r"equinox\.partition"),  # as in an Equinox model
+        (jnp.arange(3), "has dtype int32"),
+        (jax.random.key(0), r"has dtype key<fry>"),
+        (jnp.ones(3, jnp.complex64), "has dtype complex64"),
+    ]:
+        with pytest.raises(QuellError, match=message):
+            privatize(plan, {**PARAMS, "other": leaf}, 1.0)
+        with pytest.raises(QuellError, match=message):
+            clipped_grad(lambda params, x: x, 1.0)({**PARAMS, "other": leaf}, (np.ones(3),), None)
+    with pytest.raises(QuellError, match=r"plan is a dict: pass a plan first"):
+        privatize(PARAMS, plan, 1.0)
+
+
+def test_numbers_may_be_arrays(plan: Plan) -> None:
+    private = privatize(plan, PARAMS, jnp.float32(0.5), generator="philox")
+    assert private.max_grad_norm == 0.5
+    for norm in (jnp.float32(0.5), np.array(0.5)):
+        one = clipped_grad(lambda w, x: w @ x, norm)(jnp.zeros(2), (np.eye(1, 2),), None)
+        np.testing.assert_allclose(one, [0.5, 0], rtol=1e-3)
+    for norm in (2.0**127, 1e-40):
+        with pytest.raises(QuellError, match="outside what float32 can measure"):
+            clipped_grad(lambda w, x: w @ x, norm)
+    drawn = batches(private, jnp.int32(60))
+    np.testing.assert_array_equal(drawn[jnp.int32(2)][0], drawn[2][0])
+    with pytest.raises(QuellError, match=r"examples is a ndarray: pass how many"):
+        batches(private, np.zeros((60, 3)))
+
+
+def test_states_of_others_and_several_states() -> None:
+    private = privatize(cases.spec("independent"), PARAMS, key=seeded(1), **FAST)
+    state = private.init(PARAMS)
+    for wrong in (None, optax.chain(private, optax.sgd(0.1)).init(PARAMS)):
+        with pytest.raises(QuellError, match="call the chain's update"):
+            private.update(PARAMS, wrong)
+    with pytest.raises(QuellError, match="a stack of several states"):
+        check(jax.tree_util.tree_map(lambda leaf: jnp.stack([leaf, leaf]), state))
+
+
+def test_what_holds_a_key_says_how_it_is_let_go(tmp_path: Path) -> None:
+    private = privatize(cases.spec("independent"), PARAMS, key=tmp_path / "run.key", **FAST)
+    with pytest.raises(QuellError, match=r"close\(\) is called on the optimizer, or on what privatize returned"):
+        privatize(cases.spec("independent"), PARAMS, key=tmp_path / "run.key", **FAST)
+    first = private.init(PARAMS)
+    steps(private, first, 0, 1)
+    with pytest.raises(QuellError, match=r"older checkpoint of a run with a ledger, call close\(\) and then privatize"):
+        check(steps(private, first, 0, 1)[1])
+    private.close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -193,6 +245,12 @@ def test_devices_that_would_hang_or_count_apart(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(QuellError, match="several CPU devices"):
         privatize(cases.spec("independent"), spread, key=tmp_path / "run.key", **FAST)
     assert not any(tmp_path.iterdir())
+    private = privatize(cases.spec("independent"), np.zeros((8, 4)), key=tmp_path / "run.key", **FAST)  # on the host
+    with pytest.raises(QuellError, match="sums lie on several CPU devices"):
+        private.update(spread, private.init(np.zeros((8, 4))))
+    apart = jax.shard_map(private.update, mesh=mesh, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False)
+    with pytest.raises(QuellError, match="sums lie on several CPU devices"):
+        jax.eval_shape(apart, np.zeros((8, 4), np.float32), private.init(np.zeros((8, 4))))
     monkeypatch.setattr(jax, "process_count", lambda: 2)  # all these devices are process 0's
     for held in (spread, np.zeros(3), jnp.zeros(3)):
         with pytest.raises(QuellError, match="a mesh of all processes' devices"):
@@ -233,6 +291,7 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     assert (report.steps_done, report.steps, report.expected_batch_size) == (1, plan.steps, 12)
     assert 0 < report.epsilon_so_far <= plan.run.epsilon
     assert report.versions["jax"] == jax.__version__
+    assert "philox, which is NOT secure" in str(report)
     drawn, own = batches(private, 60), private.drawn
     assert own is not None
     assert len(drawn) == plan.steps
@@ -240,8 +299,11 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     other = privatize(plan, PARAMS, 1.0)
     with pytest.raises(QuellError, match="the state of another run"):
         other.report(state)
+    with pytest.raises(QuellError, match="the state of another run"):
+        batches(other, 60).starting(state)
     both = (other.init(PARAMS), state)  # two runs in one optimizer
     assert private.report(both).steps_done == 1
+    np.testing.assert_array_equal(next(drawn.starting(both))[0], drawn[1][0])
     for step, (indices, mask) in enumerate(drawn):
         assert indices.shape == mask.shape == (12,)
         np.testing.assert_array_equal(indices[mask], own.at(step))

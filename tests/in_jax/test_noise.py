@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from quell import QuellError
 from quell.jax import check, kernels, privatize, slices
 from quell.jax import normals as made
 from quell.noise import NoiseStream, generators
@@ -251,6 +253,38 @@ def test_the_users_own_shard_map_and_a_chain() -> None:
     check(state)
 
 
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_programs_that_forbid_rank_promotion(recurrence: str) -> None:
+    for generator, where in (("chacha8", None), ("philox", mesh(4, 2))):
+        params = tree(where)
+        spec = cases.spec(RECURRENCES[recurrence])
+        private = privatize(spec, params, expected_batch_size=1.0, key=seeded(7), generator=generator)
+        with jax.numpy_rank_promotion("raise"):
+            jax.eval_shape(private.update, params, private.init(params))
+
+
+def test_shard_maps_that_update_cannot_be_in() -> None:
+    where = mesh(2, 2)
+    specs = {"w": P("x"), "b": P()}
+    zeros = {"w": np.zeros((4, 2), np.float32), "b": np.zeros(3, np.float32)}
+    params = jax.device_put(zeros, {name: jax.NamedSharding(where, spec) for name, spec in specs.items()})
+    options: Any = {"expected_batch_size": 1.0, "key": seeded(7), "generator": "philox"}
+    sharded = privatize(cases.spec("independent"), params, **options)
+    whole = privatize(cases.spec("independent"), zeros, **options)
+    for private, parts, how, message in (
+        (sharded, specs, {"check_vma": True}, "needs check_vma=False"),
+        (sharded, specs, {"check_vma": False, "axis_names": {"x"}}, "all axes of the mesh manual, and y is not"),
+        (whole, P(), {"check_vma": False, "axis_names": {"y"}}, "all axes of the mesh manual, and x is not"),
+    ):
+        update = jax.shard_map(private.update, mesh=where, in_specs=(parts, P()), out_specs=(parts, P()), **how)
+        with pytest.raises(QuellError, match=message):
+            jax.eval_shape(jax.jit(update), params, private.init(params))
+    checked = jax.shard_map(whole.update, mesh=where, in_specs=P(), out_specs=P())  # check_vma is True by default
+    noisy, after = jax.jit(checked)(zeros, whole.init(zeros))
+    check(after)
+    assert np.isfinite(noisy["b"]).all()
+
+
 @pytest.mark.slow
 def test_sums_that_were_not_added_up_get_no_noise() -> None:
     """Devices with sums of their own under the same noise: the difference of two releases would have none."""
@@ -268,6 +302,33 @@ def test_sums_that_were_not_added_up_get_no_noise() -> None:
     with pytest.raises(Exception, match="have different sums"):
         check(after)
     noisy, after = jax.jit(apart)(same, state)
+    check(after)
+    assert np.isfinite(noisy).all()
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_forgotten_psum_gets_no_noise(placed: bool, at_once: bool) -> None:
+    """Without check_vma JAX takes it that sums are the same on all devices, and they are not."""
+    where = jax.make_mesh((2,), ("data",))
+    params = jax.device_put(np.zeros(3, np.float32), jax.NamedSharding(where, P())) if placed else np.zeros(3)
+    private = privatize(cases.spec("independent"), params, expected_batch_size=1.0, generator="philox")
+
+    def update(added: Any, x: Any, state: Any) -> Any:
+        return private.update(added(x), state)
+
+    def step(own: Any, x: Any, state: Any) -> Any:
+        added = jax.shard_map(own, mesh=where, in_specs=P("data"), out_specs=P(), check_vma=False)
+        if at_once:
+            return jax.jit(partial(update, added))(x, state)
+        return private.update(jax.jit(added)(x), state)
+
+    x = jax.device_put(np.eye(2, 3, dtype=np.float32), jax.NamedSharding(where, P("data")))
+    noisy, after = step(lambda x: x[0], x, private.init(params))
+    assert np.isnan(noisy).all()
+    with pytest.raises(QuellError, match="have different sums"):
+        check(after)
+    noisy, after = step(lambda x: lax.psum(x[0], "data"), x, private.init(params))
     check(after)
     assert np.isfinite(noisy).all()
 

@@ -77,6 +77,17 @@ def test_the_report_says_what_the_promise_rests_on(plan):
     assert secret not in report.json()
 
 
+def test_the_report_says_against_whom_the_generator_is_secure(plan):
+    for generator, words in (
+        ("chacha20", "everyone who cannot break ChaCha20"),
+        ("chacha8", "a smaller security margin"),
+        ("philox", "NOT secure: the promise holds only against people who do not try to find the key"),
+    ):
+        report = started(plan, 0, generator=generator).privacy_report()
+        assert words in report.markdown()
+        assert json.loads(report.json())["generator"].startswith(generator)
+
+
 def test_a_run_from_a_seed_says_that_it_promises_nothing(plan):
     report = started(plan, 1, key=seeded(4)).privacy_report()
     assert "NO privacy guarantee" in report.markdown()

@@ -20,6 +20,14 @@ from quell.strategy.structure import ToeplitzStrategy, describe
 if TYPE_CHECKING:
     from quell.planning import Mechanism
 
+GENERATORS = {  # what their security means for a promise (docs/noise.md)
+    "chacha20": ": the promise holds against everyone who cannot break ChaCha20",
+    "chacha8": ": the promise holds against everyone who cannot break ChaCha with 8 rounds, a smaller security margin "
+    "than the usual 20",
+    "philox": ", which is NOT secure: the promise holds only against people who do not try to find the key. Publish "
+    "no model that was trained with it",
+}
+
 CERTIFIED, WHOLE = "certified for these steps", "the whole run's, an upper bound"
 
 
@@ -31,7 +39,8 @@ class PrivacyReport:
     the same δ; `epsilon_so_far_is` says whether it was certified for them or is that of the whole run. Both are for one
     `unit` more or less, an example or a user with all rows (`adjacency`), and need batches of what is `drawn`, formed
     as `sampling_assumption` says. `failure_probability` is that of Monte-Carlo accounting and is already included in
-    `delta`. `meaning` is what the whole run lets the best attacker find out.
+    `delta`. `meaning` is what the whole run lets the best attacker find out. `generator` says what made the noise, and
+    against whom the promise holds with it.
     """
 
     unit: str
@@ -53,6 +62,7 @@ class PrivacyReport:
     failure_probability: float
     meaning: Meaning
     key: str
+    generator: str
     versions: dict[str, str]
     search: str | None = None  # what the promise covers beside this run; set by `quell.tuning.TuningPlan.covering`
 
@@ -75,6 +85,7 @@ def privacy_report(
     mechanism: Mechanism,
     batches: Batches,
     key: Key,
+    generator: str,
     max_grad_norm: float,
     step: int,
     released: int,
@@ -86,6 +97,7 @@ def privacy_report(
         mechanism: The mechanism whose noise is added.
         batches: The batches of the run.
         key: The key of the run.
+        generator: What makes normals of the key, by name.
         max_grad_norm: What gradients are clipped to.
         step: The step that is due.
         released: How many steps count as released, also those after the one that a checkpoint went back to.
@@ -120,6 +132,7 @@ def privacy_report(
             if key.seeded
             else f"{key.id}, 256 bits from the operating system"
         ),
+        generator=f"{generator}{GENERATORS[generator]}",
         versions=_versions(*framework),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 
 from quell.adapters.users import Owned
 from quell.errors import QuellError, require_count
+from quell.jax.given import number
 from quell.jax.private import Private
-from quell.jax.state import states_in
+from quell.jax.state import step_of
 from quell.schemes import Batches
 
 RARELY = 1e-12  # how likely any batch of a run may be larger than the chosen size
@@ -32,6 +34,7 @@ class PaddedBatches:
     drawn: Batches
     size: int
     users: Owned | None = None
+    run: tuple[int, ...] = ()  # its name, as its states have it
 
     def __len__(self) -> int:
         return len(self.drawn)
@@ -41,6 +44,7 @@ class PaddedBatches:
 
     def __getitem__(self, step: int) -> Padded:
         """The batch of one step, as data loaders that look items up want it."""
+        step = index(step)
         if step >= len(self):
             raise IndexError(step)
         return self._padded(step, self.drawn.at(step))
@@ -49,14 +53,14 @@ class PaddedBatches:
         """The batches from a step to the end of the run.
 
         Args:
-            step: The number of the step, or the optimizer's state, for the step that is due in it.
+            step: The number of the step, or the optimizer's state, for the step that is due in it; the state of
+                another run is refused.
 
         Returns:
             An iterator over `(indices, mask)`.
         """
-        first = index(step) if hasattr(step, "__index__") else int(states_in(step)[0].step)
-        for number, batch in enumerate(self.drawn.starting(first), start=first):
-            yield self._padded(number, batch)
+        first = index(step) if hasattr(step, "__index__") else step_of(step, self.run)
+        return (self._padded(number, batch) for number, batch in enumerate(self.drawn.starting(first), start=first))
 
     def _padded(self, step: int, batch: NDArray[Any]) -> Padded:
         if len(batch) > self.size:
@@ -93,7 +97,9 @@ def batches(private: Private, examples: int, *, size: int | None = None, devices
     drawn, users = private.drawn, private.users
     if drawn is None:
         raise QuellError("there is no plan to draw batches of: call privatize with a Plan, not with a mechanism")
-    known = drawn.examples if users is None else users.examples
+    known, examples = drawn.examples if users is None else users.examples, number(examples)
+    if not isinstance(examples, Integral):
+        raise QuellError(f"examples is a {type(examples).__name__}: pass how many the data has, as in len(data)")
     if examples != known:
         raise QuellError(
             f"the data has {examples:,} examples, but privatize was called for {known:,}: train on those, or make a "
@@ -102,7 +108,7 @@ def batches(private: Private, examples: int, *, size: int | None = None, devices
     parts = require_count("devices", devices)
     if size is None:
         size = -(-_roomy(drawn) // parts) * parts
-    return PaddedBatches(drawn, require_count("size", size), users)
+    return PaddedBatches(drawn, require_count("size", size), users, tuple(private.host.name.tolist()))
 
 
 def _roomy(drawn: Batches) -> int:

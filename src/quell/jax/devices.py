@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -13,11 +15,7 @@ from quell.errors import QuellError
 
 
 def refuse_devices(params: Any, ledger: bool) -> None:
-    """Refuse parameters that not all processes hold together, and a ledger with several CPU devices.
-
-    A ledger reads the sums of every step in a callback. The copy that the callback is given needs a thread, and on
-    several CPU devices all threads may be waiting for the callback's answer.
-    """
+    """Refuse parameters that not all processes hold together, and a ledger with several CPU devices."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree_util.tree_leaves(params)]
     if jax.process_count() > 1 and not all(_of_all_processes(sharding) for sharding in shardings):
         raise QuellError(
@@ -25,10 +23,39 @@ def refuse_devices(params: Any, ledger: bool) -> None:
             "which the first is process 0's: jax.device_put(params, NamedSharding(jax.make_mesh(...), P()))"
         )
     devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
-    if ledger and len(devices) > 1 and all(device.platform == "cpu" for device in devices):
+    if ledger and all(device.platform == "cpu" for device in devices):
+        refuse_recorded_cpus(len(devices))
+
+
+def refuse_recorded_cpus(devices: int) -> None:
+    """Refuse a ledger where a step runs on several CPU devices.
+
+    A ledger reads the sums of every step in a callback. The copy that the callback is given needs a thread, and on
+    several CPU devices all threads may be waiting for the callback's answer.
+    """
+    if devices > 1:
         raise QuellError(
-            "a ledger cannot be kept while parameters lie on several CPU devices: pass key=Key.generate() and no "
-            "ledger, or use one CPU device"
+            "a ledger cannot be kept while parameters or sums lie on several CPU devices: pass key=Key.generate() and "
+            "no ledger, or use one CPU device"
+        )
+
+
+def refuse_shard_map(manual: Sequence[str], sharded: set[str]) -> None:
+    """Refuse `update` inside a `shard_map` over some axes only, and one that checks how sharded parameters vary.
+
+    JAX has callbacks only where all axes are manual. And all slices' noise is made in one loop, so JAX would take the
+    noise of replicated parameters to vary as that of sharded ones does.
+    """
+    others = (sharded | set(jax.sharding.get_abstract_mesh().axis_names)) - set(manual)
+    if others:
+        raise QuellError(
+            f"update inside shard_map needs all axes of the mesh manual, and {', '.join(sorted(others))} is not: leave "
+            "axis_names out of shard_map, or call update outside of it"
+        )
+    if sharded and jax.typeof(lax.axis_index(manual[0])) != jax.typeof(jnp.int32(0)):
+        raise QuellError(
+            "update inside shard_map with sharded parameters needs check_vma=False: pass it to shard_map, or call "
+            "update outside of it"
         )
 
 
@@ -45,6 +72,12 @@ def platform_of(leaves: Sequence[Any]) -> str:
     sharding = getattr(leaves[0], "sharding", None)
     device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
     return "cuda" if "cuda" in str(device.client.platform_version) else str(device.platform)
+
+
+def mesh_of(arrays: Sequence[Any]) -> Any:
+    """The mesh of several devices that traced arrays lie on; None if there is none."""
+    meshes = (jax.typeof(each).sharding.mesh for each in arrays)
+    return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
 
 
 def as_xla_shards(function: Callable[..., Any], params: Any, *args: Any) -> Any:

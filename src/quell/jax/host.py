@@ -28,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 from quell.adapters.choice import described
 from quell.errors import QuellError
 from quell.jax.alone import manual_axes
-from quell.jax.devices import platform_of
+from quell.jax.devices import mesh_of, platform_of, refuse_recorded_cpus, refuse_shard_map
+from quell.jax.given import require_floats
 from quell.jax.normals import Source
 from quell.jax.processes import counts_steps
 from quell.jax.rows import Row, add_row
@@ -120,6 +121,11 @@ class Host:
         self, updates: Any, state: NoiseState, params: Any = None, *, norms: Any = None, **_: Any
     ) -> tuple[Any, NoiseState]:
         """As optax has it. `norms` are those of `clipped_grad(..., with_norms=True)`, for a log that wants them."""
+        if not isinstance(state, NoiseState):
+            raise QuellError(
+                f"the state is a {type(state).__name__}, where update takes what this transformation's own init or "
+                "update returned: for the state of an optax.chain, call the chain's update"
+            )
         norms = None if self.watch is None else self.watch.wanted(norms)
         manual = manual_axes()
         if manual:
@@ -130,9 +136,8 @@ class Host:
     def _update(
         self, manual: tuple[str, ...], updates: Any, state: NoiseState, norms: Array | None
     ) -> tuple[Any, NoiseState]:
-        needed = {axis for where in self._slices for axes in where.axes for axis in axes}
-        if manual and not needed <= set(manual):
-            raise QuellError(f"inside shard_map, all axes that parameters are sharded over must be manual: {needed}")
+        if manual:
+            refuse_shard_map(manual, {axis for where in self._slices for axes in where.axes for axis in axes})
         shapes = [where.local if manual else where.shape for where in self._slices]
         sums = self._leaves(updates, shapes)
         for total in sums:
@@ -141,6 +146,8 @@ class Host:
                     f"a sum has dtype {total.dtype}, and rounding sums to it can move them by more than the clip norm "
                     "when one unit is left out: pass them in float32, as clipped_grad returns them"
                 )
+        if self._recorded and self._platform == "cpu" and (mesh := mesh_of(sums)) is not None:
+            refuse_recorded_cpus(mesh.size)
         code, keys, zero, expected = self._ask(manual, state, sums)
         refused = jnp.where(state.refused != 0, state.refused, code)
 
@@ -166,6 +173,18 @@ class Host:
         after = NoiseState(state.step + sound.astype(jnp.int32), refused, state.run, tuple(buffers))
         return jax.tree_util.tree_unflatten(self._tree, means), after
 
+    def require_whole(self, params: Any) -> None:
+        """Refuse other parameters than those of the run, and slices of them, whose norm is not that of a unit."""
+        shapes = [where.shape for where in self._slices]
+        found = [jnp.shape(leaf) for leaf in jax.tree_util.tree_leaves(params)]
+        if manual_axes() and len(found) == len(shapes) and found != shapes:
+            raise QuellError(
+                "the parameters have other shapes than in privatize, as slices of them do inside shard_map: a slice's "
+                "norm is too small to clip a unit by, so gather sharded parameters (lax.all_gather(..., tiled=True)) "
+                "before clipped_grad"
+            )
+        self._leaves(params, shapes)
+
     def _leaves(self, tree: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         leaves: list[Any]
         leaves, structure = jax.tree_util.tree_flatten(tree)
@@ -175,14 +194,10 @@ class Host:
                 "some, call privatize and clipped_grad with the trained ones only: optax.masked and multi_transform "
                 "let the gradients of others pass without noise"
             )
+        require_floats(leaves)
         for leaf, shape in zip(leaves, shapes, strict=True):
             if tuple(leaf.shape) != tuple(shape):
                 raise QuellError(f"a leaf has shape {tuple(leaf.shape)}, where privatize was given {tuple(shape)}")
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise QuellError(
-                    f"a leaf has dtype {leaf.dtype}, and noise is added to floating-point numbers: pass the trained "
-                    "parameters only, and let the loss close over the others"
-                )
         return leaves
 
     def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:
@@ -217,15 +232,17 @@ class Host:
     def _differ(self, manual: tuple[str, ...], sums: Sequence[Array]) -> Array:
         """() 1 if devices that hold the same elements have other sums for them, else 0.
 
-        Inside a `shard_map` they may, and where processes have made an array of their own sums that they call
-        replicated.
+        They may wherever a program says that an array is replicated and JAX does not check it: inside a `shard_map`,
+        after one with `check_vma=False`, and where an array was put together from parts.
         """
-        if manual or self._mesh is None or jax.process_count() == 1:
+        mesh = self._mesh or mesh_of(sums)
+        if manual or mesh is None:
             return _differ(sums, self._slices, manual)
-        compared = partial(_differ, slices=self._slices, manual=tuple(self._mesh.axis_names))
-        differ: Array = jax.shard_map(
-            compared, mesh=self._mesh, in_specs=(self._specs,), out_specs=P(), check_vma=False
-        )(list(sums))
+        slices = self._slices if self._mesh else [Slice.of(jax.typeof(total)) for total in sums]
+        specs = self._specs if self._mesh else [where.spec for where in slices]
+        compared = partial(_differ, slices=slices, manual=tuple(mesh.axis_names))
+        whole = jax.shard_map(compared, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+        differ: Array = whole(list(sums))
         return differ
 
     def _answer(self, question: Any, sums: Any) -> Any:
@@ -271,7 +288,8 @@ class Host:
             raise QuellError(
                 f"step {step:,} was released before, and each step's noise is used once: go on with the state that "
                 "update returned. Copies of a state, vmap over update, and optax wrappers that return to an older "
-                "state, such as MultiSteps, cannot be used"
+                "state, such as MultiSteps, cannot be used. To go back to an older checkpoint of a run with a ledger, "
+                "call close() and then privatize again"
             )
         if self._due < 0:
             self.guard.check_resuming(step, step, replay=True)

@@ -55,7 +55,7 @@ def normals(source: Source, step: Array, tensor: Array, tile: Array) -> Array:
 
 def _words(source: Source, step: Array, tensor: Array, tile: Array, purpose: Array) -> Array:
     """(W, tiles, LANES) the words of the blocks of these tiles. A tensor's block numbers fit 32 bits here."""
-    block = tile[:, None] * u32(LANES) + jnp.arange(LANES, dtype=u32)
+    block = tile[:, None] * u32(LANES) + jnp.arange(LANES, dtype=u32)[None]
     counter = [block, purpose << 16, step.astype(u32), tensor.astype(u32)[:, None]]
     c = [jnp.broadcast_to(word, block.shape) for word in counter]
     rounds = chacha_rounds(source.generator)

@@ -17,9 +17,10 @@ from quell.adapters.secrets import opened
 from quell.adapters.users import Owned, owned_rows, require_planned_units
 from quell.errors import QuellError, require_finite
 from quell.jax.devices import refuse_devices
+from quell.jax.given import number, require_floats
 from quell.jax.host import Host
 from quell.jax.processes import counts_steps, everywhere, require_agreement, shared_secret
-from quell.jax.state import check, states_in
+from quell.jax.state import check, step_of
 from quell.jax.watch import Watch
 from quell.noise import Key, NoiseSpec
 from quell.noise.layout import require_generator
@@ -60,15 +61,12 @@ class Private(optax.GradientTransformationExtraArgs):
             raise QuellError("a report is about a plan's batches: call privatize with a Plan, not with a mechanism")
         if not counts_steps():
             raise QuellError("process 0 knows what was released: ask for the report there (jax.process_index() == 0)")
-        own = [int(found.step) for found in states_in(state) if np.array_equal(found.run, self.host.name)]
-        if not own:
-            raise QuellError(
-                "this is the state of another run: pass the one that this transformation's update returned"
-            )
-        released = max(*own, self.host.guard.released)
+        step = step_of(state, self.host.name)
+        released = max(step, self.host.guard.released)
         framework = ("jax", str(jax.__version__))
         norm = float(self.max_grad_norm or 0.0)
-        return privacy_report(self._mechanism, self.drawn, self.key, norm, max(own), released, framework)
+        made_by = self.host.generator
+        return privacy_report(self._mechanism, self.drawn, self.key, made_by, norm, step, released, framework)
 
     def close(self) -> None:
         """Let go of the ledger and the log; no more steps are released."""
@@ -133,6 +131,9 @@ def privatize(
         require_generator(generator)
         if isinstance(plan, (str, Path)):
             raise QuellError(f"plan is a {type(plan).__name__}: load a file with quell.Plan.load(path)")
+        if planned is None and not hasattr(plan, "strategy") and not isinstance(plan, NoiseSpec):
+            raise QuellError(f"plan is a {type(plan).__name__}: pass a plan first, as in privatize(plan, params, 1.0)")
+        require_floats(jax.tree_util.tree_leaves(params))
         if (planned is None) == (expected_batch_size is None):
             raise QuellError("expected_batch_size is the plan's own: give it if, and only if, you pass no plan")
         if planned is None and (users is not None or rows_per_user != 1):
@@ -144,7 +145,7 @@ def privatize(
         ids = np.asarray(users) if isinstance(users, jax.Array) else users
         numbers = None if planned is None else require_planned_units(planned, ids, rows_per_user)
         chosen = select(plan, mechanism)
-        norm = max_grad_norm if max_grad_norm is None else require_clip_norm(max_grad_norm)
+        norm = max_grad_norm if max_grad_norm is None else require_clip_norm(number(max_grad_norm))
         scheme = None if planned is None else scheme_of(planned, chosen)
         refuse_devices(params, ledger=ledger is not None or isinstance(key, (str, Path)))
         return numbers, chosen, norm, scheme

@@ -111,7 +111,7 @@ def _exponentials(row: Row, new: Array, kept: Array, how: Traced) -> tuple[Array
     count, noise = len(kept), new
     for i in range(count):
         noise = row.taps[i] * kept[i] + noise
-    return noise, jnp.int32(0), row.taps[count:].reshape(-1, *[1] * new.ndim) * kept + new
+    return noise, jnp.int32(0), row.taps[count:].reshape(-1, *[1] * new.ndim) * kept + new[None]
 
 
 def _fenwick(row: Row, new: Array, kept: Array, how: Traced) -> tuple[Array, Array, Array]:

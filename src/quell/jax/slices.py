@@ -132,7 +132,7 @@ class Boxes:
         begin = (base + _numbers(local[: self.level], strides[: self.level])) % u32(self.tile)
         if self.span == self.length and self.count == 1:
             return lax.dynamic_slice(rows[0], (begin[0].astype(jnp.int32),), (self.length,))
-        return jnp.take_along_axis(rows, begin[:, None] + inside, axis=1).reshape(-1)
+        return jnp.take_along_axis(rows, begin[:, None] + inside[None], axis=1).reshape(-1)
 
 
 class Cover:
@@ -182,5 +182,5 @@ def _numbers(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
     """(∏ sizes,) the element numbers of a box, from its first element on."""
     numbers = jnp.zeros((1,), u32)
     for size, stride in zip(sizes, strides, strict=True):
-        numbers = (numbers[:, None] + jnp.arange(size, dtype=u32) * u32(stride)).reshape(-1)
+        numbers = (numbers[:, None] + jnp.arange(size, dtype=u32)[None] * u32(stride)).reshape(-1)
     return numbers

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
+from numpy.typing import ArrayLike
 
 from quell.errors import QuellError
 
@@ -43,4 +45,17 @@ def states_in(state: Any) -> list[NoiseState]:
     found = [leaf for leaf in leaves if isinstance(leaf, NoiseState)]
     if not found:
         raise QuellError("there is no state of quell.jax.privatize in this: pass the optimizer's whole state")
+    if any(np.ndim(each.step) for each in found):
+        raise QuellError(
+            "this is a stack of several states, as vmap or scan makes it: pass one of them, such as the last. Mapped "
+            "over, update releases nothing but its first step, as each step's noise is used once"
+        )
     return found
+
+
+def step_of(state: Any, run: ArrayLike) -> int:
+    """The step that is due in the state of this run, which may have other runs' states beside it; refused without."""
+    own = [int(found.step) for found in states_in(state) if np.array_equal(found.run, run)]
+    if not own:
+        raise QuellError("this is the state of another run: pass the one that this transformation's update returned")
+    return max(own)

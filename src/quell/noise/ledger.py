@@ -133,7 +133,8 @@ class Ledger:
             except OSError:
                 raise QuellError(
                     f"the ledger {self.path} is in use by another process, or by a run of this one that was not "
-                    "closed (optimizer.close()): one run, one ledger"
+                    "closed: one run, one ledger, until close() is called on the optimizer, or on what privatize "
+                    "returned in JAX"
                 ) from None
 
     def _read(self) -> None:

@@ -108,6 +108,7 @@ def report_markdown(report: PrivacyReport) -> str:
         _HIDDEN.lower(): hidden(report.sampling, report.drawn),
         "bound": report.bound + (f" ({words.failure(chance)})" if chance else ""),
         "key": report.key,
+        "random generator": report.generator,
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),
     }
     if report.search is not None:

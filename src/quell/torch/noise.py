@@ -124,6 +124,11 @@ class CorrelatedNoise:
         return self._stream.spec.scale
 
     @property
+    def generator(self) -> str:
+        """What makes normals of the key: "chacha20", "chacha8" or "philox"."""
+        return self._stream.generator
+
+    @property
     def buffers(self) -> int:
         """Model-sized float32 vectors kept between steps (those that `memory` allows, from the first step on)."""
         return self._stream.buffers
@@ -146,7 +151,7 @@ class CorrelatedNoise:
         return {
             "max_grad_norm": self.max_grad_norm,
             "parameters": self._parameters,
-            "generator": self._stream.generator,
+            "generator": self.generator,
             "fingerprint": self._stream.spec.fingerprint,
         }
 

@@ -248,6 +248,7 @@ class PrivateOptimizer(Optimizer):
             run.mechanism,
             run.batches,
             run.noise.key,
+            run.noise.generator,
             self._max_grad_norm,
             run.step,
             run.released,
