@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from quell.errors import QuellError
 from quell.noise import Key, claims
-from quell.torch import PlanMismatchWarning
+from quell.torch import PlanMismatchWarning, make_private
 from quell.torch.folders import is_whole_folder, mark_whole
 from tests.pytorch.architectures import LENGTH, SPECIAL, WORDS, tiny, transformers
 from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
@@ -206,6 +207,82 @@ def test_trainers_whose_loss_is_that_of_the_task(tmp_path, tokenizer):
         setattr(odd, name, value)
         with pytest.raises(QuellError, match=message):
             Private(tiny("GPT-2"), odd, **given)
+
+
+# Padding
+
+
+def padded(name, tokenizer, side, **options):
+    """A collator that pads on this side."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = side
+    if name == "BERT":
+        return transformers.DataCollatorWithPadding(tokenizer, **options)
+    return transformers.DataCollatorForLanguageModeling(tokenizer, mlm=name == "BERT, masked words", **options)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "BERT, masked words", "Llama"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_moves_examples_to_other_positions_is_refused(name, side, tmp_path, tokenizer):
+    """Learned positions, also where the collator masks words at random. Rotary positions are relative."""
+    options = {"max_steps": 1, "bf16": name == "GPT-2"}
+    trainer = trainer_of(name, tmp_path, small_plan(), tokenizer, options)
+    trainer.data_collator = padded(name, tokenizer, side)
+    if side == "left" and name != "Llama":
+        with pytest.raises(QuellError, match=r"pads it to the length of a longer one.*tokenizer\.padding_side='right'"):
+            trainer.train()
+    else:
+        assert trainer.train().global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "size"), [({"pad_to_multiple_of": LENGTH}, 8), ({}, 1)], ids=["one length", "one by one"]
+)
+def test_padding_on_the_left_that_does_not_depend_on_others(more, size, tmp_path, tokenizer):
+    options = {"max_steps": 1, "per_device_train_batch_size": size}
+    trainer = trainer_of("GPT-2", tmp_path, small_plan(), tokenizer, options)
+    trainer.data_collator = padded("GPT-2", tokenizer, "left", **more)
+    assert trainer.train().global_step == 1
+
+
+def test_the_first_token_is_not_predicted_from_padding(tmp_path, tokenizer):
+    """Padding on the left changes nothing: each example's loss is that of its own tokens."""
+    found = []
+    for side in ("left", "right"):
+        claims._claims.clear()
+        plan = without_noise(small_plan())
+        trainer = trainer_of("Llama", tmp_path, plan, tokenizer, {"max_steps": 2}, {"key": seeded(5)})
+        trainer.data_collator = padded("Llama", tokenizer, side)
+        trainer.train()
+        found.append(weights(trainer))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 4}
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 4),
+        ({**LONGROPE, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, 4),
+        ({**LONGROPE, "short_factor": [4.0] * 4, "long_factor": [4.0] * 4}, 9),
+    ],
+)
+def test_rotary_frequencies_that_follow_the_longest_example_are_refused(rope, most):
+    """Where no example of a batch is longer than that they are fixed."""
+    model = tiny("Llama", max_position_embeddings=4, rope_parameters=rope)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randint(5, WORDS, (40, 9)))
+    model, optimizer, loader = make_private(model, optimizer, data, small_plan())
+    (tokens,) = next(iter(loader))
+    if most < 9:
+        with pytest.raises(QuellError, match=r"longest has more than 4 tokens.* truncate examples to 4 tokens"):
+            model(tokens)
+        with torch.no_grad():
+            model(tokens)  # to evaluate is everyone's own matter
+    losses_for(model)(model(tokens[:, :most]), tokens[:, :most]).mean().backward()
+    optimizer.step()
 
 
 # Parts of batches

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from quell.errors import QuellError
 from quell.torch.checks import PlanMismatchWarning
 from quell.torch.distributed import decided
 from quell.torch.folders import mark_whole, newest_whole_folder, require_whole_folder
-from quell.torch.loader import PlannedSteps
-from quell.torch.losses import ExampleLosses, losses_for
+from quell.torch.loader import PlannedLoader, PlannedSteps
+from quell.torch.losses import ExampleLosses, losses_for, next_token_losses, without_tokens_after_padding
+from quell.torch.padding import refuse_padding_that_counts
 from quell.torch.private import make_private
 from quell.torch.sharding import dealt
 from quell.torch.shards import has_slices, read_slices, write_slices
@@ -107,6 +108,7 @@ class PrivateTrainer(Trainer):
                 self.model, optimizer = self.accelerator.prepare(self.model, optimizer)
                 self.model_wrapped, optimizer = self.model, optimizer.optimizer
             _, self.optimizer, loader = make_private(self.model, optimizer, given, self.plan, **private)
+            self._refuse_padding_that_counts(loader)
             self._planned = PlannedSteps(loader)
             self.optimizer.load_state_dict = partial(self.optimizer.load_state_dict, replay=True)  # type: ignore[method-assign]
             self.optimizer._is_accelerate_prepared = True  # else accelerate would wrap it, and load a state to move it
@@ -135,6 +137,12 @@ class PrivateTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean of the examples' own losses."""
+        losses, outputs = self._losses(model, inputs)
+        loss = losses.sum() / max(len(losses), 1)
+        return (loss, outputs) if return_outputs else loss
+
+    def _losses(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """(examples,) and the model's outputs."""
         names = [name for name in self.label_names if name in inputs] or ["labels"]
         if names[0] not in inputs:
             raise QuellError(f"the batch has {', '.join(inputs)} but no labels: let the data collator make them")
@@ -145,14 +153,28 @@ class PrivateTrainer(Trainer):
         if "decoder_input_ids" not in inputs and hasattr(plain, "prepare_decoder_input_ids_from_labels"):
             inputs["decoder_input_ids"] = plain.prepare_decoder_input_ids_from_labels(labels=labels)
         outputs = model(**inputs)
-        losses = (self.example_losses or losses_for(plain))(outputs, labels)
+        losses_of = self.example_losses or losses_for(plain)
+        if losses_of is next_token_losses:
+            labels = without_tokens_after_padding(labels, inputs.get("attention_mask"))
+        losses = losses_of(outputs, labels)
         examples = len(given[names[0]])
         if losses.shape != (examples,):
             raise QuellError(
                 f"example_losses gave shape {tuple(losses.shape)} for {examples} examples: return one loss for each"
             )
-        loss = losses.sum() / max(examples, 1)
-        return (loss, outputs) if return_outputs else loss
+        return losses, outputs
+
+    def _refuse_padding_that_counts(self, loader: PlannedLoader) -> None:
+        """Where examples are taken one by one, nobody is padded to another's length. Autocast is not yet on."""
+        if loader.most_rows != 1:
+            halves = any(parameter.element_size() < 4 for parameter in self.model.parameters())
+            refuse_padding_that_counts(
+                self.model,
+                lambda batch: self._losses(self.model, self._prepare_inputs(dict(batch)))[0],
+                loader.collate_fn.collate,
+                loader.dataset,
+                1e-2 if halves or self.is_fsdp_enabled or self.args.tf32 else 1e-4,
+            )
 
     def privacy_report(self) -> PrivacyReport:
         if self._planned is None:

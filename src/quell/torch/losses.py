@@ -61,6 +61,14 @@ def next_token_losses(outputs: Any, labels: Tensor) -> Tensor:
     return token_losses(outputs, torch.cat([nobody.expand(-1, prompts), labels, nobody], dim=1)[:, 1:])
 
 
+def without_tokens_after_padding(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """A sequence's first token is predicted by none of its own; padding on the left, if others are longer, must not."""
+    if mask is None or mask.shape != labels.shape:
+        return labels
+    follows = functional.pad(mask[:, :-1] == 0, (1, 0))
+    return labels.masked_fill(follows & (mask != 0), _IGNORED)
+
+
 def class_losses(outputs: Any, labels: Tensor) -> Tensor:
     """(examples,) cross-entropy, or the squared error of one output, or for fractions as labels, each class alone."""
     logits = _logits(outputs)
