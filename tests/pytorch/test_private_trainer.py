@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from quell.errors import QuellError
-from quell.noise import Key, claims
+from quell.noise import Key, Ledger, claims
 from quell.torch import PlanMismatchWarning, make_private
 from quell.torch.folders import is_whole_folder, mark_whole
 from tests.pytorch.architectures import LENGTH, SPECIAL, WORDS, tiny, transformers
@@ -449,8 +449,14 @@ def test_a_new_run_has_a_new_key(plan, tmp_path, tokenizer):
     folder = tmp_path / "run"
     crashed(folder, plan, tokenizer, 4)
     first = (tmp_path / "run.key").read_bytes()
-    crashed(folder, plan, tokenizer, 4)
+    with pytest.warns(UserWarning, match=r"has released 4 steps with the key .*the promises of both add up"):
+        crashed(folder, plan, tokenizer, 0)
     assert (tmp_path / "run.key").read_bytes() != first
+    assert (tmp_path / "run.key.1").read_bytes() == first
+    with Ledger(tmp_path / "run.key.1.ledger") as ledger:
+        assert ledger.released == 4
+    crashed(folder, plan, tokenizer, 1)  # nothing was released with the second key
+    assert not (tmp_path / "run.key.2").exists()
     assert not list(folder.glob("*.key"))  # what is published lies in the folder
     with pytest.raises(QuellError, match="has no whole checkpoint"):
         resumed(tmp_path / "elsewhere", plan, tokenizer)

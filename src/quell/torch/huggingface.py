@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from quell.adapters.report import PrivacyReport
+from quell.adapters.secrets import set_aside
 from quell.errors import QuellError
 from quell.torch.checks import PlanMismatchWarning
 from quell.torch.distributed import decided
@@ -204,8 +205,7 @@ class PrivateTrainer(Trainer):
         path = Path(str(Path(self.args.output_dir)) + ".key")
         if self.args.process_index == 0 and not self._resuming:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for old in (path, path.with_name(path.name + ".ledger")):
-                old.unlink(missing_ok=True)
+            set_aside(path)
         return {"key": path}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
