@@ -132,6 +132,11 @@ TASKS = [
         {"num_labels": 4, "problem_type": "multi_label_classification"},
         {"labels": torch.randint(0, 2, (3, 4)).float()},
     ),
+    (
+        "BertForSequenceClassification",
+        {"num_labels": 4, "problem_type": "regression"},
+        {"labels": torch.randn(3, 4)},
+    ),
     ("BertForSequenceClassification", {"num_labels": 4}, {"labels": torch.tensor([0, 3, 1])}),
     ("BertForTokenClassification", {"num_labels": 4}, {"labels": torch.tensor([[1, -100, 2, 0, 3]] * 3)}),
     ("BertForMaskedLM", {}, {"labels": torch.tensor([[-100, 7, -100, -100, 9]] * 3)}),
@@ -159,6 +164,26 @@ def test_losses_are_the_models_own_of_each_example_alone(kind, options, labels):
     for row in range(3):
         alone = model(input_ids=tokens[row : row + 1], **{name: value[row : row + 1] for name, value in labels.items()})
         torch.testing.assert_close(found[row], alone.loss, rtol=1e-4, atol=1e-5)
+
+
+class OwnClassifier(transformers.BertForSequenceClassification):
+    """A name of one's own."""
+
+
+def test_the_task_of_a_subclass_and_of_images():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    torch.manual_seed(0)
+    model = OwnClassifier(transformers.BertConfig(vocab_size=WORDS, num_labels=1, **sizes)).eval()
+    tokens, labels = torch.randint(5, WORDS, (3, 5)), torch.randn(3)
+    own = model(input_ids=tokens, labels=labels)
+    torch.testing.assert_close(losses_for(model)(own, labels).mean(), own.loss)
+    several = {"num_labels": 4, "problem_type": "multi_label_classification"}
+    config = transformers.ViTConfig(image_size=8, patch_size=4, **sizes, **several)
+    model, labels = transformers.ViTForImageClassification(config).eval(), torch.randint(0, 2, (3, 4)).float()
+    own = model(torch.randn(3, 3, 8, 8), labels=labels)
+    torch.testing.assert_close(losses_for(model)(own, labels).mean(), own.loss)
+    with pytest.raises(QuellError, match=r"shape \(3, 4\) and the labels \(3,\): give one number to each logit"):
+        losses_for(model)(own, labels[:, 0])
 
 
 def test_answers_that_were_cut_off_do_not_count():
