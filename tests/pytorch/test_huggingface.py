@@ -257,6 +257,15 @@ def test_the_reduction_of_the_loss_is_not_an_option(plan, tmp_path):
         trainer_of(bert(), tmp_path, plan, {"loss_reduction": "sum"})
 
 
+def test_a_loss_of_ones_own_is_declared_per_example(plan, tmp_path):
+    class Summed(PrivateTrainer):
+        def compute_loss(self, *arguments, **options):
+            return 8 * super().compute_loss(*arguments, **options)
+
+    with pytest.raises(QuellError, match=r"Summed overrides compute_loss.* pass example_losses="):
+        trainer_of(bert(), tmp_path, plan, kind=Summed)
+
+
 def test_checkpoints_are_not_published(plan, tmp_path):
     trainer = trainer_of(bert(), tmp_path, plan)
     trainer.args.push_to_hub, trainer.args.hub_strategy = True, "all_checkpoints"

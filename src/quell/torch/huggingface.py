@@ -294,6 +294,9 @@ class PrivateTrainer(Trainer):
             f"{', '.join(own_loss)} computes a loss of its own, which PrivateTrainer would replace by that of the "
             "model's task: write your own loop with make_private (docs/trainers.md has one for DPO)": own_loss
             not in ([], ["SFTTrainer"]),
+            f"{type(self).__name__} overrides compute_loss, and what that does to a batch cannot be known: pass "
+            "example_losses=, a function from outputs and labels to one loss per example, and put PrivateTrainer first "
+            "among the bases": type(self).compute_loss is not PrivateTrainer.compute_loss,
             "packing and padding_free put several examples into one row, so no example's gradient can be clipped: pass "
             "packing=False and padding_free=False": getattr(args, "packing", False)
             or getattr(args, "padding_free", False),
