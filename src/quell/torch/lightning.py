@@ -70,9 +70,13 @@ class Private(Callback):
 
         @wraps(training_step)
         def in_parts(batch: Any, *arguments: Any, **options: Any) -> Any:
+            if not isinstance(batch, Parts):
+                return training_step(batch, *arguments, **options)
             return self._all_parts(lambda part: training_step(part, *arguments, **options), batch, trainer)
 
         pl_module.configure_optimizers, pl_module.training_step = privately, in_parts
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            setattr(pl_module, name, _but_not_for_parts(getattr(pl_module, name)))
         if isinstance(trainer.strategy, DDPStrategy):
             trainer.strategy.configure_ddp = lambda: None  # gradients are added up after clipping, by the optimizer
         if isinstance(trainer.strategy, ModelParallelStrategy):
@@ -103,10 +107,12 @@ class Private(Callback):
                 stacklevel=2,
             )
 
-    def _all_parts(self, training_step: Any, parts: Any, trainer: Any) -> Any:
+    def _all_parts(self, training_step: Any, parts: Parts, trainer: Any) -> Any:
         """Run `training_step` on every part of a planned batch; Lightning goes on with the result of the last."""
         assert self.optimizer is not None
-        for part, last in parts:
+        for part, last in parts.due:
+            part = trainer.precision_plugin.convert_input(part)  # as Lightning does with a batch
+            part = trainer.lightning_module.on_before_batch_transfer(part, 0)
             part = trainer.strategy.batch_to_device(part)
             if last:
                 return training_step(part)
@@ -149,6 +155,22 @@ class Private(Callback):
         return self.optimizer
 
 
+class Parts:
+    """A planned batch that is taken in parts, as Lightning hands it around; only `training_step` gets them."""
+
+    def __init__(self, due: Iterator[tuple[Any, bool]]) -> None:
+        self.due = due
+
+    def _refuse(self, *arguments: Any) -> Any:
+        raise QuellError(
+            "this batch comes in parts (physical_batch_size, or fixed_shape on a GPU), and only training_step and the "
+            "hooks that transfer batches get them, one by one: in other hooks leave the batch alone, and pass "
+            "batch_size= to self.log"
+        )
+
+    __iter__ = __len__ = __getitem__ = _refuse
+
+
 class LaterLoader:
     """The plan's loader, once there is one."""
 
@@ -160,7 +182,8 @@ class LaterLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._ready())
+        planned = self._ready()
+        return iter(planned.loader) if planned.loader.most_rows is None else map(Parts, planned)
 
     def state_dict(self) -> dict[str, Any]:
         return self._ready().loader.state_dict()
@@ -224,6 +247,16 @@ class ShardedStates:
         for optimizer, state in zip(self.strategy.optimizers, found["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
         return found
+
+
+def _but_not_for_parts(hook: Any) -> Any:
+    """A hook that transfers batches; Lightning calls it for a planned batch, and `_all_parts` for every part of it."""
+
+    @wraps(hook)
+    def called(batch: Any, *arguments: Any, **options: Any) -> Any:
+        return batch if isinstance(batch, Parts) else hook(batch, *arguments, **options)
+
+    return called
 
 
 def _counted(optimizer: PrivateOptimizer) -> Any:
