@@ -239,7 +239,8 @@ def test_an_examples_loss_does_not_depend_on_the_others():
     ("options", "message"),
     [
         ({"num_train_epochs": 3}, "pass num_train_epochs=2"),
-        ({"max_steps": 11}, "the plan covers 10 steps"),
+        ({"max_steps": 11}, "the plan covers 10 steps: pass max_steps=10, or make a plan for more"),
+        ({"save_only_model": True, "save_strategy": "steps"}, "checkpoints from which the run cannot go on"),
         ({"fp16": True}, "use bf16"),
         ({"label_smoothing_factor": 0.1}, "pass example_losses"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha makes noise by the length"),

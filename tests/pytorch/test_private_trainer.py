@@ -487,6 +487,24 @@ def test_a_new_run_has_a_new_key(plan, tmp_path, tokenizer):
         resumed(tmp_path / "elsewhere", plan, tokenizer)
 
 
+@pytest.mark.filterwarnings("ignore:an earlier run has released")
+def test_checkpoints_of_another_key_are_passed_over(plan, tmp_path, tokenizer):
+    folder = tmp_path / "run"
+    crashed(folder, plan, tokenizer, 7)
+    crashed(folder, plan, tokenizer, 4)
+    with pytest.warns(UserWarning, match="checkpoint-6 is of a run with another key"):
+        trainer = resumed(folder, plan, tokenizer)
+    assert trainer.privacy_report().steps_done == plan.steps
+    Key.generate().save(tmp_path / "other.key")
+    claims._claims.clear()
+    trainer = trainer_of("BERT", folder, plan, tokenizer, SAVING, {"key": tmp_path / "other.key"})
+    with (
+        pytest.warns(UserWarning, match="another key"),
+        pytest.raises(QuellError, match=r"has no whole checkpoint of this key.* newest checkpoint is checkpoint-10"),
+    ):
+        trainer.train(resume_from_checkpoint=True)
+
+
 def test_an_older_checkpoint_stays_until_the_new_one_is_whole(plan, tmp_path, tokenizer, monkeypatch):
     folder, marked = tmp_path / "run", []
 

@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 from quell.adapters.report import PrivacyReport
 from quell.adapters.secrets import set_aside
 from quell.errors import QuellError
+from quell.noise import Key
 from quell.torch.checks import PlanMismatchWarning
 from quell.torch.distributed import decided
-from quell.torch.folders import mark_whole, newest_whole_folder, require_whole_folder
+from quell.torch.folders import mark_whole, newest_whole_folder, read_file, require_whole_folder
 from quell.torch.loader import PlannedLoader, PlannedSteps
 from quell.torch.losses import ExampleLosses, losses_for, next_token_losses, without_tokens_after_padding
 from quell.torch.padding import refuse_padding_that_counts
@@ -87,7 +88,7 @@ class PrivateTrainer(Trainer):
         """
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
-            resume_from_checkpoint = decided(lambda: str(newest_whole_folder(folder)))
+            resume_from_checkpoint = decided(lambda: str(newest_whole_folder(folder, self._is_own)))
         elif resume_from_checkpoint:
             given = Path(resume_from_checkpoint)
             decided(lambda: require_whole_folder(given))
@@ -202,11 +203,26 @@ class PrivateTrainer(Trainer):
         given = {"key", "seed"} & self._private.keys()
         if given or self.args.save_strategy == "no":
             return {}
-        path = Path(str(Path(self.args.output_dir)) + ".key")
+        path = self._key_path
         if self.args.process_index == 0 and not self._resuming:
             path.parent.mkdir(parents=True, exist_ok=True)
             set_aside(path)
         return {"key": path}
+
+    @property
+    def _key_path(self) -> Path:
+        return Path(str(Path(self.args.output_dir)) + ".key")
+
+    def _is_own(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint was written with the key of this run, as far as the key is there."""
+        key = None if "seed" in self._private else self._private.get("key", self._key_path)
+        if not isinstance(key, Key):
+            if key is None or not Path(key).exists():
+                return True
+            key = Key.load(key)
+        sliced = has_slices(checkpoint)
+        state = read_slices(checkpoint)["optimizer"] if sliced else read_file(checkpoint / "optimizer.pt")
+        return bool(state["quell"]["key_id"] == key.id)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         home = self._get_output_dir(trial=trial)
@@ -302,6 +318,9 @@ class PrivateTrainer(Trainer):
             or getattr(args, "padding_free", False),
             f"loss_type={getattr(args, 'loss_type', None)!r} is not supported: PrivateTrainer computes 'nll', one loss "
             "per example": getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"),
+            "save_only_model=True saves checkpoints from which the run cannot go on: leave it out": (
+                args.save_only_model and args.save_strategy != "no"
+            ),
             "several GPUs in one process (DataParallel) are not supported: launch one process per GPU with torchrun, "
             "or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
             "DeepSpeed is not supported: use FSDP2 (fsdp=True), or DDP (torchrun)": self.is_deepspeed_enabled,
@@ -318,8 +337,8 @@ class PrivateTrainer(Trainer):
             ),
             f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass num_train_epochs={epochs}, "
             "or make a plan for more": args.max_steps < 0 and args.num_train_epochs > epochs,
-            f"max_steps={args.max_steps:,} but the plan covers {self.plan.steps:,} steps": args.max_steps
-            > self.plan.steps,
+            f"max_steps={args.max_steps} but the plan covers {self.plan.steps} steps: pass "
+            f"max_steps={self.plan.steps}, or make a plan for more": args.max_steps > self.plan.steps,
             "label smoothing and compute_loss_func look at a whole batch: pass example_losses": bool(
                 args.label_smoothing_factor or self.compute_loss_func
             ),
