@@ -253,6 +253,11 @@ def test_arguments_that_would_break_the_promise_are_refused(plan, tmp_path, opti
         trainer_of(bert(), tmp_path, plan, None, options)
 
 
+def test_a_plan_that_is_none_is_named(tmp_path):
+    with pytest.raises(QuellError, match=r"plan is a NoneType: pass what quell\.plan"):
+        trainer_of(bert(), tmp_path, None)
+
+
 def test_the_reduction_of_the_loss_is_not_an_option(plan, tmp_path):
     with pytest.raises(QuellError, match="pass example_losses"):
         trainer_of(bert(), tmp_path, plan, {"loss_reduction": "sum"})

@@ -223,6 +223,11 @@ def test_other_data_than_the_plans_is_refused(plan, tmp_path):
         next(iter(Private(plan, examples()).loader))
 
 
+def test_a_plan_that_is_none_is_named():
+    with pytest.raises(QuellError, match=r"plan is a NoneType: pass what quell\.plan"):
+        Private(None, examples())
+
+
 def test_a_missing_package_is_named(monkeypatch):
     for name in ("lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -186,6 +186,26 @@ def test_the_task_of_a_subclass_and_of_images():
         losses_for(model)(own, labels[:, 0])
 
 
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
+def test_several_choices_are_rows_of_one_example(clipping, plan, tmp_path):
+    """The model makes a row of every choice, which "layers" cannot follow."""
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=8, attn_implementation="eager")
+    data = [{"input_ids": torch.randint(5, WORDS, (3, 6)), "labels": number % 3} for number in range(40)]
+    trainer = PrivateTrainer(
+        transformers.BertForMultipleChoice(config),
+        arguments(tmp_path, max_steps=1),
+        train_dataset=data,
+        plan=plan,
+        private={"clipping": clipping},
+    )
+    if clipping == "microbatch":
+        assert trainer.train().global_step == 1
+    else:
+        with pytest.raises(QuellError, match=r"gets 24 rows from 8 examples.* or use clipping='microbatch'"):
+            trainer.train()
+
+
 def test_answers_that_were_cut_off_do_not_count():
     outputs = {"start_logits": torch.randn(1, 5), "end_logits": torch.randn(1, 5)}
     found = span_losses(outputs, {"start_positions": torch.tensor([7]), "end_positions": torch.tensor([1])})

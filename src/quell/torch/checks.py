@@ -33,10 +33,7 @@ def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any, noise_memory: f
         raise QuellError(f"noise_memory={short(noise_memory)} must be a number of model copies, 0 or more")
     if isinstance(data, Plan):
         raise QuellError("data and plan are swapped: the data comes before the plan")
-    if isinstance(plan, Mechanism):
-        raise QuellError("plan is a Mechanism: pass the plan itself, and mechanism= to choose one")
-    if not isinstance(plan, Plan):
-        raise QuellError(f"plan is a {type(plan).__name__}: pass what quell.plan(...) or quell.Plan.load(...) returned")
+    require_plan(plan)
     if isinstance(optimizer, LRScheduler):
         raise QuellError("optimizer is a scheduler: pass its optimizer; schedulers work on what make_private returns")
     if not isinstance(optimizer, Optimizer):
@@ -45,6 +42,13 @@ def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any, noise_memory: f
         raise QuellError(
             "LBFGS looks at a batch several times per step, and a plan has noise for once: use SGD or Adam"
         )
+
+
+def require_plan(plan: Any) -> None:
+    if isinstance(plan, Mechanism):
+        raise QuellError("plan is a Mechanism: pass the plan itself, and mechanism= to choose one")
+    if not isinstance(plan, Plan):
+        raise QuellError(f"plan is a {type(plan).__name__}: pass what quell.plan(...) or quell.Plan.load(...) returned")
 
 
 def warn_about_sampler(data: Any) -> None:

@@ -23,7 +23,7 @@ from quell.adapters.report import PrivacyReport
 from quell.adapters.secrets import set_aside
 from quell.errors import QuellError
 from quell.noise import Key
-from quell.torch.checks import PlanMismatchWarning
+from quell.torch.checks import PlanMismatchWarning, require_plan
 from quell.torch.distributed import decided
 from quell.torch.folders import mark_whole, newest_whole_folder, read_file, require_whole_folder
 from quell.torch.loader import PlannedLoader, PlannedSteps
@@ -67,6 +67,7 @@ class PrivateTrainer(Trainer):
         private: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        require_plan(plan)
         super().__init__(*arguments, **options)
         self.plan, self.example_losses = plan, example_losses
         self._private = {"physical_batch_size": self.args.per_device_train_batch_size, **(private or {})}

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
 from quell.torch.checkpoints import newest_whole, whole_on_first_rank, write_whole, write_whole_folder
-from quell.torch.checks import PlanMismatchWarning
+from quell.torch.checks import PlanMismatchWarning, require_plan
 from quell.torch.clip_norms import ClipNorm
 from quell.torch.distributed import decided
 from quell.torch.loader import PlannedSteps
@@ -53,6 +53,7 @@ class Private(Callback):
     """
 
     def __init__(self, plan: Plan, data: Any, max_grad_norm: ClipNorm = 1.0, **options: Any) -> None:
+        require_plan(plan)
         self.plan, self.data, self.max_grad_norm = plan, data, max_grad_norm
         self.loader = LaterLoader(plan)
         self.optimizer: PrivateOptimizer | None = None

@@ -226,7 +226,17 @@ def _own_rows(engine: LayerEngine, layer: Layer, tokens: Tensor) -> Tensor:
         return tokens.expand(rows, len(tokens))
     if tokens.untyped_storage().data_ptr() not in engine.given:
         _refuse_numbers(layer, tokens)
+    elif tokens.dim() > 1:  # such as the choices of all examples: positions would be given once per example
+        raise other_rows(f"{layer.name} (Embedding) gets {len(tokens)}", rows)
     return tokens
+
+
+def other_rows(found: str, examples: int | None) -> QuellError:
+    """That a layer has more or fewer rows than there are examples, ready to be raised."""
+    return QuellError(
+        f"{found} rows from {examples} examples: every layer with trained parameters needs one row per example, along "
+        "the first dimension (batch_first=True); or use clipping='microbatch'"
+    )
 
 
 def _refuse_numbers(layer: Layer, tokens: Tensor) -> None:
