@@ -223,6 +223,17 @@ def test_other_data_than_the_plans_is_refused(plan, tmp_path):
         next(iter(Private(plan, examples()).loader))
 
 
+class TwoOptimizers(Module):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.5), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+def test_several_optimizers_are_refused(plan, tmp_path):
+    private = Private(plan, examples())
+    with pytest.raises(QuellError, match=r"Lightning steps one: return one, with parameter groups"):
+        trainer(tmp_path, private).fit(TwoOptimizers(), private.loader)
+
+
 def test_a_plan_that_is_none_is_named():
     with pytest.raises(QuellError, match=r"plan is a NoneType: pass what quell\.plan"):
         Private(None, examples())

@@ -202,7 +202,7 @@ def test_several_choices_are_rows_of_one_example(clipping, plan, tmp_path):
     if clipping == "microbatch":
         assert trainer.train().global_step == 1
     else:
-        with pytest.raises(QuellError, match=r"gets 24 rows from 8 examples.* or use clipping='microbatch'"):
+        with pytest.raises(QuellError, match=r"gets 24 rows from 8 examples.* try clipping='microbatch'"):
             trainer.train()
 
 

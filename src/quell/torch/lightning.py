@@ -152,7 +152,10 @@ class Private(Callback):
             made.step = _counted(made)  # type: ignore[method-assign]
             self.optimizer = made
         if optimizer not in (self.optimizer, self.optimizer.original_optimizer):
-            raise QuellError("configure_optimizers returned several optimizers: a plan is for one")
+            raise QuellError(
+                "configure_optimizers returned several optimizers, and Lightning steps one: return one, with parameter "
+                "groups, or write your own loop, where make_private takes a list of optimizers"
+            )
         return self.optimizer
 
 

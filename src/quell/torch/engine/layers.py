@@ -235,7 +235,8 @@ class LayerEngine(Engine):
             if parameter.grad is not None:
                 raise QuellError(
                     f"the loss reaches {name} outside its layer, where it cannot be clipped: call the layer instead of "
-                    "using its parameter, and leave parameters out of the loss (weight decay belongs to the optimizer)"
+                    "using its parameter (peft: target_modules, not target_parameters), and leave parameters out of "
+                    "the loss (weight decay belongs to the optimizer)"
                 )
         with torch.no_grad(), full_precision():
             for found in finished:
