@@ -239,7 +239,8 @@ def test_an_examples_loss_does_not_depend_on_the_others():
     ("options", "message"),
     [
         ({"num_train_epochs": 3}, "pass num_train_epochs=2"),
-        ({"max_steps": 11}, "the plan covers 10 steps"),
+        ({"max_steps": 11}, "the plan covers 10 steps: pass max_steps=10, or make a plan for more"),
+        ({"save_only_model": True, "save_strategy": "steps"}, "checkpoints from which the run cannot go on"),
         ({"fp16": True}, "use bf16"),
         ({"label_smoothing_factor": 0.1}, "pass example_losses"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha makes noise by the length"),
@@ -252,9 +253,23 @@ def test_arguments_that_would_break_the_promise_are_refused(plan, tmp_path, opti
         trainer_of(bert(), tmp_path, plan, None, options)
 
 
+def test_a_plan_that_is_none_is_named(tmp_path):
+    with pytest.raises(QuellError, match=r"plan is a NoneType: pass what quell\.plan"):
+        trainer_of(bert(), tmp_path, None)
+
+
 def test_the_reduction_of_the_loss_is_not_an_option(plan, tmp_path):
     with pytest.raises(QuellError, match="pass example_losses"):
         trainer_of(bert(), tmp_path, plan, {"loss_reduction": "sum"})
+
+
+def test_a_loss_of_ones_own_is_declared_per_example(plan, tmp_path):
+    class Summed(PrivateTrainer):
+        def compute_loss(self, *arguments, **options):
+            return 8 * super().compute_loss(*arguments, **options)
+
+    with pytest.raises(QuellError, match=r"Summed overrides compute_loss.* pass example_losses="):
+        trainer_of(bert(), tmp_path, plan, kind=Summed)
 
 
 def test_checkpoints_are_not_published(plan, tmp_path):

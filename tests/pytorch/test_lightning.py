@@ -135,6 +135,53 @@ def test_every_planned_step_is_taken_where_batches_come_in_parts(physical, tmp_p
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
+class Habits(Module):
+    """Logs means over epochs, and looks at the batch in hooks."""
+
+    def __init__(self, hooks=True):
+        super().__init__()
+        self.hooks, self.seen, self.moved = hooks, [], []
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("loss", loss, on_epoch=True, batch_size=None if self.hooks else len(batch[1]))
+        return loss
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.moved.append(len(batch[1]))
+        return batch
+
+    def on_train_batch_start(self, batch, index):
+        if self.hooks:
+            self.seen.append(len(batch[1]))
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.on_train_batch_start(batch, index)
+
+
+def test_hooks_and_logs_get_the_batch(plan, tmp_path):
+    private, module = Private(plan, examples()), Habits()
+    fitted = trainer(tmp_path, private)
+    fitted.fit(module, private.loader)
+    assert module.seen == [8] * 2 * plan.steps
+    assert module.moved == [8] * plan.steps
+    assert "loss_epoch" in fitted.logged_metrics
+    private, module = Private(plan, examples(), physical_batch_size=4), Habits(hooks=False)
+    trainer(tmp_path, private).fit(module, private.loader)
+    assert module.moved == [4] * 2 * plan.steps
+    private = Private(plan, examples(), physical_batch_size=4)
+    with pytest.raises(QuellError, match=r"this batch comes in parts.* pass batch_size= to self\.log"):
+        trainer(tmp_path, private).fit(Habits(), private.loader)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("physical", [None, 4])
+def test_inputs_have_the_precision_of_the_weights(precision, physical, plan, tmp_path):
+    private = Private(plan, examples(), physical_batch_size=physical)
+    trainer(tmp_path, private, precision=precision).fit(Module(), private.loader)
+    assert private.privacy_report().steps_done == plan.steps
+
+
 def test_an_end_before_the_plans_is_not_silent(plan, tmp_path):
     """Lightning takes a checkpoint that was saved after `fit` had stopped in the middle of an epoch for its end."""
     path = tmp_path / "stopped.ckpt"
@@ -174,6 +221,22 @@ def test_other_data_than_the_plans_is_refused(plan, tmp_path):
         trainer(tmp_path, Private(plan, examples())).fit(Module(), torch.utils.data.DataLoader(examples()))
     with pytest.raises(QuellError, match="inside trainer"):
         next(iter(Private(plan, examples()).loader))
+
+
+class TwoOptimizers(Module):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.5), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+def test_several_optimizers_are_refused(plan, tmp_path):
+    private = Private(plan, examples())
+    with pytest.raises(QuellError, match=r"Lightning steps one: return one, with parameter groups"):
+        trainer(tmp_path, private).fit(TwoOptimizers(), private.loader)
+
+
+def test_a_plan_that_is_none_is_named():
+    with pytest.raises(QuellError, match=r"plan is a NoneType: pass what quell\.plan"):
+        Private(None, examples())
 
 
 def test_a_missing_package_is_named(monkeypatch):

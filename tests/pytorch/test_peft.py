@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quell.errors import QuellError
 from quell.noise import Key, Ledger, claims
 from quell.torch import make_private
 from quell.torch.huggingface import PrivateTrainer
@@ -143,3 +144,26 @@ class Words(Examples):
     def __getitem__(self, index):
         inputs, labels = super().__getitem__(index)
         return {**inputs, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("Llama", lora(target_parameters=["q_proj.weight"]), "peft: target_modules, not target_parameters"),
+        ("Llama", lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"]), "if both ways refuse a layer, freeze it"),
+        ("BERT", lora("position_embeddings"), "needs one row per example.* freeze it"),
+    ],
+)
+def test_what_to_do_about_adapters_that_are_refused(name, config, message):
+    model = peft.get_peft_model(tiny(name), config())
+    data = torch.utils.data.TensorDataset(torch.randint(5, 30, (40, 6)))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer, loader = make_private(model, optimizer, data, small_plan())
+    (tokens,) = next(iter(loader))
+
+    def step():
+        model(input_ids=tokens).logits.square().flatten(1).mean(1).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(QuellError, match=message):
+        step()

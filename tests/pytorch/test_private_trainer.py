@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from quell.errors import QuellError
-from quell.noise import Key, claims
-from quell.torch import PlanMismatchWarning
+from quell.noise import Key, Ledger, claims
+from quell.torch import PlanMismatchWarning, make_private
 from quell.torch.folders import is_whole_folder, mark_whole
 from tests.pytorch.architectures import LENGTH, SPECIAL, WORDS, tiny, transformers
 from tests.pytorch.conftest import small_plan, unpriced_poisson_plan
@@ -131,6 +132,11 @@ TASKS = [
         {"num_labels": 4, "problem_type": "multi_label_classification"},
         {"labels": torch.randint(0, 2, (3, 4)).float()},
     ),
+    (
+        "BertForSequenceClassification",
+        {"num_labels": 4, "problem_type": "regression"},
+        {"labels": torch.randn(3, 4)},
+    ),
     ("BertForSequenceClassification", {"num_labels": 4}, {"labels": torch.tensor([0, 3, 1])}),
     ("BertForTokenClassification", {"num_labels": 4}, {"labels": torch.tensor([[1, -100, 2, 0, 3]] * 3)}),
     ("BertForMaskedLM", {}, {"labels": torch.tensor([[-100, 7, -100, -100, 9]] * 3)}),
@@ -158,6 +164,46 @@ def test_losses_are_the_models_own_of_each_example_alone(kind, options, labels):
     for row in range(3):
         alone = model(input_ids=tokens[row : row + 1], **{name: value[row : row + 1] for name, value in labels.items()})
         torch.testing.assert_close(found[row], alone.loss, rtol=1e-4, atol=1e-5)
+
+
+class OwnClassifier(transformers.BertForSequenceClassification):
+    """A name of one's own."""
+
+
+def test_the_task_of_a_subclass_and_of_images():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    torch.manual_seed(0)
+    model = OwnClassifier(transformers.BertConfig(vocab_size=WORDS, num_labels=1, **sizes)).eval()
+    tokens, labels = torch.randint(5, WORDS, (3, 5)), torch.randn(3)
+    own = model(input_ids=tokens, labels=labels)
+    torch.testing.assert_close(losses_for(model)(own, labels).mean(), own.loss)
+    several = {"num_labels": 4, "problem_type": "multi_label_classification"}
+    config = transformers.ViTConfig(image_size=8, patch_size=4, **sizes, **several)
+    model, labels = transformers.ViTForImageClassification(config).eval(), torch.randint(0, 2, (3, 4)).float()
+    own = model(torch.randn(3, 3, 8, 8), labels=labels)
+    torch.testing.assert_close(losses_for(model)(own, labels).mean(), own.loss)
+    with pytest.raises(QuellError, match=r"shape \(3, 4\) and the labels \(3,\): give one number to each logit"):
+        losses_for(model)(own, labels[:, 0])
+
+
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
+def test_several_choices_are_rows_of_one_example(clipping, plan, tmp_path):
+    """The model makes a row of every choice, which "layers" cannot follow."""
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=8, attn_implementation="eager")
+    data = [{"input_ids": torch.randint(5, WORDS, (3, 6)), "labels": number % 3} for number in range(40)]
+    trainer = PrivateTrainer(
+        transformers.BertForMultipleChoice(config),
+        arguments(tmp_path, max_steps=1),
+        train_dataset=data,
+        plan=plan,
+        private={"clipping": clipping},
+    )
+    if clipping == "microbatch":
+        assert trainer.train().global_step == 1
+    else:
+        with pytest.raises(QuellError, match=r"gets 24 rows from 8 examples.* try clipping='microbatch'"):
+            trainer.train()
 
 
 def test_answers_that_were_cut_off_do_not_count():
@@ -206,6 +252,82 @@ def test_trainers_whose_loss_is_that_of_the_task(tmp_path, tokenizer):
         setattr(odd, name, value)
         with pytest.raises(QuellError, match=message):
             Private(tiny("GPT-2"), odd, **given)
+
+
+# Padding
+
+
+def padded(name, tokenizer, side, **options):
+    """A collator that pads on this side."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = side
+    if name == "BERT":
+        return transformers.DataCollatorWithPadding(tokenizer, **options)
+    return transformers.DataCollatorForLanguageModeling(tokenizer, mlm=name == "BERT, masked words", **options)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "BERT, masked words", "Llama"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_moves_examples_to_other_positions_is_refused(name, side, tmp_path, tokenizer):
+    """Learned positions, also where the collator masks words at random. Rotary positions are relative."""
+    options = {"max_steps": 1, "bf16": name == "GPT-2"}
+    trainer = trainer_of(name, tmp_path, small_plan(), tokenizer, options)
+    trainer.data_collator = padded(name, tokenizer, side)
+    if side == "left" and name != "Llama":
+        with pytest.raises(QuellError, match=r"pads it to the length of a longer one.*tokenizer\.padding_side='right'"):
+            trainer.train()
+    else:
+        assert trainer.train().global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "size"), [({"pad_to_multiple_of": LENGTH}, 8), ({}, 1)], ids=["one length", "one by one"]
+)
+def test_padding_on_the_left_that_does_not_depend_on_others(more, size, tmp_path, tokenizer):
+    options = {"max_steps": 1, "per_device_train_batch_size": size}
+    trainer = trainer_of("GPT-2", tmp_path, small_plan(), tokenizer, options)
+    trainer.data_collator = padded("GPT-2", tokenizer, "left", **more)
+    assert trainer.train().global_step == 1
+
+
+def test_the_first_token_is_not_predicted_from_padding(tmp_path, tokenizer):
+    """Padding on the left changes nothing: each example's loss is that of its own tokens."""
+    found = []
+    for side in ("left", "right"):
+        claims._claims.clear()
+        plan = without_noise(small_plan())
+        trainer = trainer_of("Llama", tmp_path, plan, tokenizer, {"max_steps": 2}, {"key": seeded(5)})
+        trainer.data_collator = padded("Llama", tokenizer, side)
+        trainer.train()
+        found.append(weights(trainer))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 4}
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 4),
+        ({**LONGROPE, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, 4),
+        ({**LONGROPE, "short_factor": [4.0] * 4, "long_factor": [4.0] * 4}, 9),
+    ],
+)
+def test_rotary_frequencies_that_follow_the_longest_example_are_refused(rope, most):
+    """Where no example of a batch is longer than that they are fixed."""
+    model = tiny("Llama", max_position_embeddings=4, rope_parameters=rope)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randint(5, WORDS, (40, 9)))
+    model, optimizer, loader = make_private(model, optimizer, data, small_plan())
+    (tokens,) = next(iter(loader))
+    if most < 9:
+        with pytest.raises(QuellError, match=r"longest has more than 4 tokens.* truncate examples to 4 tokens"):
+            model(tokens)
+        with torch.no_grad():
+            model(tokens)  # to evaluate is everyone's own matter
+    losses_for(model)(model(tokens[:, :most]), tokens[:, :most]).mean().backward()
+    optimizer.step()
 
 
 # Parts of batches
@@ -372,11 +494,35 @@ def test_a_new_run_has_a_new_key(plan, tmp_path, tokenizer):
     folder = tmp_path / "run"
     crashed(folder, plan, tokenizer, 4)
     first = (tmp_path / "run.key").read_bytes()
-    crashed(folder, plan, tokenizer, 4)
+    with pytest.warns(UserWarning, match=r"has released 4 steps with the key .*the promises of both add up"):
+        crashed(folder, plan, tokenizer, 0)
     assert (tmp_path / "run.key").read_bytes() != first
+    assert (tmp_path / "run.key.1").read_bytes() == first
+    with Ledger(tmp_path / "run.key.1.ledger") as ledger:
+        assert ledger.released == 4
+    crashed(folder, plan, tokenizer, 1)  # nothing was released with the second key
+    assert not (tmp_path / "run.key.2").exists()
     assert not list(folder.glob("*.key"))  # what is published lies in the folder
     with pytest.raises(QuellError, match="has no whole checkpoint"):
         resumed(tmp_path / "elsewhere", plan, tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore:an earlier run has released")
+def test_checkpoints_of_another_key_are_passed_over(plan, tmp_path, tokenizer):
+    folder = tmp_path / "run"
+    crashed(folder, plan, tokenizer, 7)
+    crashed(folder, plan, tokenizer, 4)
+    with pytest.warns(UserWarning, match="checkpoint-6 is of a run with another key"):
+        trainer = resumed(folder, plan, tokenizer)
+    assert trainer.privacy_report().steps_done == plan.steps
+    Key.generate().save(tmp_path / "other.key")
+    claims._claims.clear()
+    trainer = trainer_of("BERT", folder, plan, tokenizer, SAVING, {"key": tmp_path / "other.key"})
+    with (
+        pytest.warns(UserWarning, match="another key"),
+        pytest.raises(QuellError, match=r"has no whole checkpoint of this key.* newest checkpoint is checkpoint-10"),
+    ):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_an_older_checkpoint_stays_until_the_new_one_is_whole(plan, tmp_path, tokenizer, monkeypatch):

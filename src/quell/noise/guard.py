@@ -21,6 +21,16 @@ REPLAY = (
     "otherwise start a new key"
 )
 
+_UNLOADED = (
+    "load the checkpoint first (docs/resume.md); without one, set the same seeds before building the model, or start a "
+    "new run with a new key"
+)
+_AFTER_LOADING = (
+    "a checkpoint was loaded, but something else is not as it was: the number of processes, random augmentation in "
+    "loader workers, GPU kernels that add in any order, devices, code or data (docs/resume.md). Go on as before the "
+    "crash, or from a checkpoint after which nothing was released, or start a new run with a new key"
+)
+
 _TURN = Lock()  # to look up what was released and note a step is one act, also where several threads ask
 
 
@@ -39,6 +49,7 @@ class ReleaseGuard:
         self._digests = key.derive("quell release digests")
         self._run = self._digest(run.encode())
         self._claim = claims.register(key, shards)
+        self._loaded = False  # whether the stream goes on from a saved state
         self._saved = 0  # how many steps were released when the state that was loaded was saved
         if ledger is not None:
             ledger.require_run(self._run)
@@ -89,7 +100,7 @@ class ReleaseGuard:
 
     def resumed(self, released: int, replay: bool) -> None:
         """The stream stands where `check_resuming` allowed it to."""
-        self._saved, self._replay = max(released, self._saved), replay
+        self._loaded, self._saved, self._replay = True, max(released, self._saved), replay
 
     def _require_new(self, step: int, replay: bool, released: int = 0) -> None:
         before = max(released, self.released)
@@ -112,10 +123,8 @@ class ReleaseGuard:
             )
         if any(found != digest for found in witnesses):
             raise QuellError(
-                f"load the checkpoint first (docs/resume.md): step {step:,} was released before and would now be "
-                "released with other gradients or other noise, which would give both away, so nothing was released; "
-                "without a checkpoint set the same seeds before building the model, with one see there what cannot be "
-                "repeated, or start a new run with a new key"
+                f"step {step:,} was released before and would now be released with other gradients or other noise, "
+                f"which would give both away, so nothing was released: {_AFTER_LOADING if self._loaded else _UNLOADED}"
             )
 
     def _digest(self, *parts: bytes) -> bytes:

@@ -6,8 +6,9 @@ What concerns privacy is an error. What concerns only how good the noise is for 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -32,10 +33,7 @@ def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any, noise_memory: f
         raise QuellError(f"noise_memory={short(noise_memory)} must be a number of model copies, 0 or more")
     if isinstance(data, Plan):
         raise QuellError("data and plan are swapped: the data comes before the plan")
-    if isinstance(plan, Mechanism):
-        raise QuellError("plan is a Mechanism: pass the plan itself, and mechanism= to choose one")
-    if not isinstance(plan, Plan):
-        raise QuellError(f"plan is a {type(plan).__name__}: pass what quell.plan(...) or quell.Plan.load(...) returned")
+    require_plan(plan)
     if isinstance(optimizer, LRScheduler):
         raise QuellError("optimizer is a scheduler: pass its optimizer; schedulers work on what make_private returns")
     if not isinstance(optimizer, Optimizer):
@@ -44,6 +42,13 @@ def refuse_wrong_arguments(optimizer: Any, data: Any, plan: Any, noise_memory: f
         raise QuellError(
             "LBFGS looks at a batch several times per step, and a plan has noise for once: use SGD or Adam"
         )
+
+
+def require_plan(plan: Any) -> None:
+    if isinstance(plan, Mechanism):
+        raise QuellError("plan is a Mechanism: pass the plan itself, and mechanism= to choose one")
+    if not isinstance(plan, Plan):
+        raise QuellError(f"plan is a {type(plan).__name__}: pass what quell.plan(...) or quell.Plan.load(...) returned")
 
 
 def warn_about_sampler(data: Any) -> None:
@@ -111,6 +116,8 @@ def refuse_leaking_layers(model: nn.Module) -> None:
                 "rounded to 8 bits, so examples change each other's gradients: pass llm_int8_threshold=0.0 to "
                 "BitsAndBytesConfig"
             )
+        if (most := _fixed_frequencies(module)) is not None:
+            module.register_forward_pre_hook(partial(_refuse_longer, most), with_kwargs=True)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise QuellError(
                 f"{name or 'the model'} has max_norm, which changes the weights of the tokens that it sees in the "
@@ -129,6 +136,31 @@ def _refuse_training(module: nn.Module, args: Any) -> None:
         raise QuellError(
             f"a frozen {type(module).__name__} was put into train mode, where it mixes the examples of a batch: call "
             "its eval() after every model.train()"
+        )
+
+
+def _fixed_frequencies(module: nn.Module) -> int | None:
+    """Up to which length of a batch rotary positions are the same for all batches; None where they always are."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(module, "rope_type"):
+        return None
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given] if "rope_type" in given else [value for value in given.values() if isinstance(value, Mapping)]
+    limits = [getattr(module, "original_max_seq_len", 0) for kind in kinds if "dynamic" in kind.get("rope_type", "")]
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope" and kind.get("short_factor") != kind.get("long_factor"):
+            named = "original_max_position_embeddings"
+            limits.append(kind.get(named) or getattr(config, named, None) or 0)
+    return min(limits, default=None)
+
+
+def _refuse_longer(most: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    places = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    if torch.is_grad_enabled() and int(places.max()) >= most:
+        raise QuellError(
+            f"{type(module).__name__} has other frequencies for all examples of a batch where the longest has more "
+            f"than {most:,} tokens, so examples change each other's gradients: truncate examples to {most:,} tokens; "
+            "or, for longrope, make the model with short_factor=long_factor in its rope_parameters"
         )
 
 

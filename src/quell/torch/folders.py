@@ -13,6 +13,7 @@ import re
 import warnings
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,23 @@ def require_whole_folder(folder: Path) -> None:
         )
 
 
-def newest_whole_folder(home: Path) -> Path:
-    """The last `checkpoint-STEP` that is whole."""
+def newest_whole_folder(home: Path, own: Callable[[Path], bool] = lambda path: True) -> Path:
+    """The last `checkpoint-STEP` that is whole, of those that are the run's `own`."""
     found = [(int(match[1]), path) for path in home.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    others = []
     for _, path in sorted(found, reverse=True):
-        if is_whole_folder(path):
+        if not is_whole_folder(path):
+            warnings.warn(f"{path} was not written to its end: going on from the checkpoint before it", stacklevel=4)
+        elif own(path):
             return path
-        warnings.warn(f"{path} was not written to its end: going on from the checkpoint before it", stacklevel=4)
+        else:
+            others.append(path)
+            warnings.warn(f"{path} is of a run with another key, and is passed over", stacklevel=4)
+    if others:
+        raise QuellError(
+            f"{home} has no whole checkpoint of this key, and those of another run: to go on with that one, pass the "
+            f"file of its key, private={{'key': ...}}; its newest checkpoint is {others[0].name}"
+        )
     raise QuellError(f"{home} has no whole checkpoint: call train() to start a new run, with a new key")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from quell.adapters.report import PrivacyReport
+from quell.adapters.secrets import set_aside
 from quell.errors import QuellError
-from quell.torch.checks import PlanMismatchWarning
+from quell.noise import Key
+from quell.torch.checks import PlanMismatchWarning, require_plan
 from quell.torch.distributed import decided
-from quell.torch.folders import mark_whole, newest_whole_folder, require_whole_folder
-from quell.torch.loader import PlannedSteps
-from quell.torch.losses import ExampleLosses, losses_for
+from quell.torch.folders import mark_whole, newest_whole_folder, read_file, require_whole_folder
+from quell.torch.loader import PlannedLoader, PlannedSteps
+from quell.torch.losses import ExampleLosses, losses_for, next_token_losses, without_tokens_after_padding
+from quell.torch.padding import refuse_padding_that_counts
 from quell.torch.private import make_private
 from quell.torch.sharding import dealt
 from quell.torch.shards import has_slices, read_slices, write_slices
@@ -64,6 +67,7 @@ class PrivateTrainer(Trainer):
         private: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        require_plan(plan)
         super().__init__(*arguments, **options)
         self.plan, self.example_losses = plan, example_losses
         self._private = {"physical_batch_size": self.args.per_device_train_batch_size, **(private or {})}
@@ -85,7 +89,7 @@ class PrivateTrainer(Trainer):
         """
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
-            resume_from_checkpoint = decided(lambda: str(newest_whole_folder(folder)))
+            resume_from_checkpoint = decided(lambda: str(newest_whole_folder(folder, self._is_own)))
         elif resume_from_checkpoint:
             given = Path(resume_from_checkpoint)
             decided(lambda: require_whole_folder(given))
@@ -107,6 +111,7 @@ class PrivateTrainer(Trainer):
                 self.model, optimizer = self.accelerator.prepare(self.model, optimizer)
                 self.model_wrapped, optimizer = self.model, optimizer.optimizer
             _, self.optimizer, loader = make_private(self.model, optimizer, given, self.plan, **private)
+            self._refuse_padding_that_counts(loader)
             self._planned = PlannedSteps(loader)
             self.optimizer.load_state_dict = partial(self.optimizer.load_state_dict, replay=True)  # type: ignore[method-assign]
             self.optimizer._is_accelerate_prepared = True  # else accelerate would wrap it, and load a state to move it
@@ -135,6 +140,12 @@ class PrivateTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean of the examples' own losses."""
+        losses, outputs = self._losses(model, inputs)
+        loss = losses.sum() / max(len(losses), 1)
+        return (loss, outputs) if return_outputs else loss
+
+    def _losses(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """(examples,) and the model's outputs."""
         names = [name for name in self.label_names if name in inputs] or ["labels"]
         if names[0] not in inputs:
             raise QuellError(f"the batch has {', '.join(inputs)} but no labels: let the data collator make them")
@@ -145,14 +156,28 @@ class PrivateTrainer(Trainer):
         if "decoder_input_ids" not in inputs and hasattr(plain, "prepare_decoder_input_ids_from_labels"):
             inputs["decoder_input_ids"] = plain.prepare_decoder_input_ids_from_labels(labels=labels)
         outputs = model(**inputs)
-        losses = (self.example_losses or losses_for(plain))(outputs, labels)
+        losses_of = self.example_losses or losses_for(plain)
+        if losses_of is next_token_losses:
+            labels = without_tokens_after_padding(labels, inputs.get("attention_mask"))
+        losses = losses_of(outputs, labels)
         examples = len(given[names[0]])
         if losses.shape != (examples,):
             raise QuellError(
                 f"example_losses gave shape {tuple(losses.shape)} for {examples} examples: return one loss for each"
             )
-        loss = losses.sum() / max(examples, 1)
-        return (loss, outputs) if return_outputs else loss
+        return losses, outputs
+
+    def _refuse_padding_that_counts(self, loader: PlannedLoader) -> None:
+        """Where examples are taken one by one, nobody is padded to another's length. Autocast is not yet on."""
+        if loader.most_rows != 1:
+            halves = any(parameter.element_size() < 4 for parameter in self.model.parameters())
+            refuse_padding_that_counts(
+                self.model,
+                lambda batch: self._losses(self.model, self._prepare_inputs(dict(batch)))[0],
+                loader.collate_fn.collate,
+                loader.dataset,
+                1e-2 if halves or self.is_fsdp_enabled or self.args.tf32 else 1e-4,
+            )
 
     def privacy_report(self) -> PrivacyReport:
         if self._planned is None:
@@ -179,12 +204,26 @@ class PrivateTrainer(Trainer):
         given = {"key", "seed"} & self._private.keys()
         if given or self.args.save_strategy == "no":
             return {}
-        path = Path(str(Path(self.args.output_dir)) + ".key")
+        path = self._key_path
         if self.args.process_index == 0 and not self._resuming:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for old in (path, path.with_name(path.name + ".ledger")):
-                old.unlink(missing_ok=True)
+            set_aside(path)
         return {"key": path}
+
+    @property
+    def _key_path(self) -> Path:
+        return Path(str(Path(self.args.output_dir)) + ".key")
+
+    def _is_own(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint was written with the key of this run, as far as the key is there."""
+        key = None if "seed" in self._private else self._private.get("key", self._key_path)
+        if not isinstance(key, Key):
+            if key is None or not Path(key).exists():
+                return True
+            key = Key.load(key)
+        sliced = has_slices(checkpoint)
+        state = read_slices(checkpoint)["optimizer"] if sliced else read_file(checkpoint / "optimizer.pt")
+        return bool(state["quell"]["key_id"] == key.id)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         home = self._get_output_dir(trial=trial)
@@ -272,11 +311,17 @@ class PrivateTrainer(Trainer):
             f"{', '.join(own_loss)} computes a loss of its own, which PrivateTrainer would replace by that of the "
             "model's task: write your own loop with make_private (docs/trainers.md has one for DPO)": own_loss
             not in ([], ["SFTTrainer"]),
+            f"{type(self).__name__} overrides compute_loss, and what that does to a batch cannot be known: pass "
+            "example_losses=, a function from outputs and labels to one loss per example, and put PrivateTrainer first "
+            "among the bases": type(self).compute_loss is not PrivateTrainer.compute_loss,
             "packing and padding_free put several examples into one row, so no example's gradient can be clipped: pass "
             "packing=False and padding_free=False": getattr(args, "packing", False)
             or getattr(args, "padding_free", False),
             f"loss_type={getattr(args, 'loss_type', None)!r} is not supported: PrivateTrainer computes 'nll', one loss "
             "per example": getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"),
+            "save_only_model=True saves checkpoints from which the run cannot go on: leave it out": (
+                args.save_only_model and args.save_strategy != "no"
+            ),
             "several GPUs in one process (DataParallel) are not supported: launch one process per GPU with torchrun, "
             "or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
             "DeepSpeed is not supported: use FSDP2 (fsdp=True), or DDP (torchrun)": self.is_deepspeed_enabled,
@@ -293,8 +338,8 @@ class PrivateTrainer(Trainer):
             ),
             f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass num_train_epochs={epochs}, "
             "or make a plan for more": args.max_steps < 0 and args.num_train_epochs > epochs,
-            f"max_steps={args.max_steps:,} but the plan covers {self.plan.steps:,} steps": args.max_steps
-            > self.plan.steps,
+            f"max_steps={args.max_steps} but the plan covers {self.plan.steps} steps: pass "
+            f"max_steps={self.plan.steps}, or make a plan for more": args.max_steps > self.plan.steps,
             "label smoothing and compute_loss_func look at a whole batch: pass example_losses": bool(
                 args.label_smoothing_factor or self.compute_loss_func
             ),

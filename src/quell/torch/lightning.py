@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
 from quell.torch.checkpoints import newest_whole, whole_on_first_rank, write_whole, write_whole_folder
-from quell.torch.checks import PlanMismatchWarning
+from quell.torch.checks import PlanMismatchWarning, require_plan
 from quell.torch.clip_norms import ClipNorm
 from quell.torch.distributed import decided
 from quell.torch.loader import PlannedSteps
@@ -53,6 +53,7 @@ class Private(Callback):
     """
 
     def __init__(self, plan: Plan, data: Any, max_grad_norm: ClipNorm = 1.0, **options: Any) -> None:
+        require_plan(plan)
         self.plan, self.data, self.max_grad_norm = plan, data, max_grad_norm
         self.loader = LaterLoader(plan)
         self.optimizer: PrivateOptimizer | None = None
@@ -70,9 +71,13 @@ class Private(Callback):
 
         @wraps(training_step)
         def in_parts(batch: Any, *arguments: Any, **options: Any) -> Any:
+            if not isinstance(batch, Parts):
+                return training_step(batch, *arguments, **options)
             return self._all_parts(lambda part: training_step(part, *arguments, **options), batch, trainer)
 
         pl_module.configure_optimizers, pl_module.training_step = privately, in_parts
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            setattr(pl_module, name, _but_not_for_parts(getattr(pl_module, name)))
         if isinstance(trainer.strategy, DDPStrategy):
             trainer.strategy.configure_ddp = lambda: None  # gradients are added up after clipping, by the optimizer
         if isinstance(trainer.strategy, ModelParallelStrategy):
@@ -103,10 +108,12 @@ class Private(Callback):
                 stacklevel=2,
             )
 
-    def _all_parts(self, training_step: Any, parts: Any, trainer: Any) -> Any:
+    def _all_parts(self, training_step: Any, parts: Parts, trainer: Any) -> Any:
         """Run `training_step` on every part of a planned batch; Lightning goes on with the result of the last."""
         assert self.optimizer is not None
-        for part, last in parts:
+        for part, last in parts.due:
+            part = trainer.precision_plugin.convert_input(part)  # as Lightning does with a batch
+            part = trainer.lightning_module.on_before_batch_transfer(part, 0)
             part = trainer.strategy.batch_to_device(part)
             if last:
                 return training_step(part)
@@ -145,8 +152,27 @@ class Private(Callback):
             made.step = _counted(made)  # type: ignore[method-assign]
             self.optimizer = made
         if optimizer not in (self.optimizer, self.optimizer.original_optimizer):
-            raise QuellError("configure_optimizers returned several optimizers: a plan is for one")
+            raise QuellError(
+                "configure_optimizers returned several optimizers, and Lightning steps one: return one, with parameter "
+                "groups, or write your own loop, where make_private takes a list of optimizers"
+            )
         return self.optimizer
+
+
+class Parts:
+    """A planned batch that is taken in parts, as Lightning hands it around; only `training_step` gets them."""
+
+    def __init__(self, due: Iterator[tuple[Any, bool]]) -> None:
+        self.due = due
+
+    def _refuse(self, *arguments: Any) -> Any:
+        raise QuellError(
+            "this batch comes in parts (physical_batch_size, or fixed_shape on a GPU), and only training_step and the "
+            "hooks that transfer batches get them, one by one: in other hooks leave the batch alone, and pass "
+            "batch_size= to self.log"
+        )
+
+    __iter__ = __len__ = __getitem__ = _refuse
 
 
 class LaterLoader:
@@ -160,7 +186,8 @@ class LaterLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._ready())
+        planned = self._ready()
+        return iter(planned.loader) if planned.loader.most_rows is None else map(Parts, planned)
 
     def state_dict(self) -> dict[str, Any]:
         return self._ready().loader.state_dict()
@@ -224,6 +251,16 @@ class ShardedStates:
         for optimizer, state in zip(self.strategy.optimizers, found["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
         return found
+
+
+def _but_not_for_parts(hook: Any) -> Any:
+    """A hook that transfers batches; Lightning calls it for a planned batch, and `_all_parts` for every part of it."""
+
+    @wraps(hook)
+    def called(batch: Any, *arguments: Any, **options: Any) -> Any:
+        return batch if isinstance(batch, Parts) else hook(batch, *arguments, **options)
+
+    return called
 
 
 def _counted(optimizer: PrivateOptimizer) -> Any:

@@ -116,6 +116,11 @@ class PlannedLoader(DataLoader[Any]):
                 self.run.guard.watch(item, portion.rows)
             yield item
 
+    @property
+    def most_rows(self) -> int | None:
+        """Of what is handed out at once; None where whole batches are."""
+        return None if self._planned.physical is None else self._planned.physical * self._planned.rows
+
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.run.step, **self.run.name()}
 

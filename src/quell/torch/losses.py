@@ -7,6 +7,7 @@ depend on the others' lengths, and clipping would bound nothing. These are means
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ def losses_for(model: Any) -> ExampleLosses:
     generates = getattr(base, "can_generate", lambda: False)()
     if generates and not getattr(config, "is_encoder_decoder", False):
         return next_token_losses
-    if type(base).__name__.endswith("ForQuestionAnswering"):
+    names = [kind.__name__ for kind in type(base).__mro__]
+    if any(name.endswith("ForQuestionAnswering") for name in names):
         return span_losses
-    if type(base).__name__.endswith("ForSequenceClassification"):
-        return class_losses
+    if any(name.endswith(("ForSequenceClassification", "ForImageClassification")) for name in names):
+        return partial(class_losses, problem_type=getattr(config, "problem_type", None))
     return token_losses
 
 
@@ -61,15 +63,33 @@ def next_token_losses(outputs: Any, labels: Tensor) -> Tensor:
     return token_losses(outputs, torch.cat([nobody.expand(-1, prompts), labels, nobody], dim=1)[:, 1:])
 
 
-def class_losses(outputs: Any, labels: Tensor) -> Tensor:
-    """(examples,) cross-entropy, or the squared error of one output, or for fractions as labels, each class alone."""
+def without_tokens_after_padding(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """A sequence's first token is predicted by none of its own; padding on the left, if others are longer, must not."""
+    if mask is None or mask.shape != labels.shape:
+        return labels
+    follows = functional.pad(mask[:, :-1] == 0, (1, 0))
+    return labels.masked_fill(follows & (mask != 0), _IGNORED)
+
+
+def class_losses(outputs: Any, labels: Tensor, problem_type: str | None = None) -> Tensor:
+    """(examples,) cross-entropy of one class, binary cross-entropy of each class alone, or mean squared error.
+
+    `problem_type` is that of a Hugging Face configuration. By default one output is regression, and labels that are
+    fractions are for each class alone.
+    """
     logits = _logits(outputs)
-    if logits.shape[-1] == 1:
-        return (logits.float() - labels.view_as(logits)).square().flatten(1).mean(1)
-    if labels.is_floating_point():
-        each = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
-        return each.flatten(1).mean(1)
-    return token_losses(outputs, labels)
+    if problem_type is None and logits.shape[-1] == 1:
+        problem_type = "regression"
+    alone = problem_type == "multi_label_classification" or (problem_type is None and labels.is_floating_point())
+    if not alone and problem_type != "regression":
+        return token_losses(outputs, labels)
+    if labels.numel() != logits.numel():
+        raise QuellError(
+            f"the model's logits have shape {tuple(logits.shape)} and the labels {tuple(labels.shape)}: give one "
+            "number to each logit, or integers if each example has one class"
+        )
+    criterion = functional.binary_cross_entropy_with_logits if alone else functional.mse_loss
+    return criterion(logits.float(), labels.view_as(logits).float(), reduction="none").flatten(1).mean(1)
 
 
 def span_losses(outputs: Any, labels: Mapping[str, Tensor]) -> Tensor:

@@ -58,7 +58,7 @@ def plan_content(
         "privacy": [{"title": title, "text": text} for title, text in privacy_statement(plan, answers.meaning).items()],
         "promise": words.level(run.epsilon, run.delta),
         "delta": words.number(run.delta),
-        "python": "\n".join(["import quell", "import quell.torch", "", *python_lines("plan.json", run.user_level)]),
+        "python": "\n".join(python_lines("plan.json", run.user_level)),
         "steps": run.steps,
         "lower_bound": answers.lower_bound,
         "recommended": place[id(plan.mechanism)],

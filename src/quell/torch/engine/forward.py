@@ -29,7 +29,10 @@ from quell.torch.engine.taps import per_row, swapped, tapped_linear
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
 
-_NOT_MAPPED = "use clipping='microbatch', or one of the layers that docs/pytorch.md lists"
+_NOT_MAPPED = (
+    "try clipping='microbatch'; if both ways refuse a layer, freeze it, or use one that docs/pytorch.md lists (of "
+    "peft, LoRA on linear layers)"
+)
 
 
 @dataclass(eq=False)
@@ -226,7 +229,17 @@ def _own_rows(engine: LayerEngine, layer: Layer, tokens: Tensor) -> Tensor:
         return tokens.expand(rows, len(tokens))
     if tokens.untyped_storage().data_ptr() not in engine.given:
         _refuse_numbers(layer, tokens)
+    elif tokens.dim() > 1:  # such as the choices of all examples: positions would be given once per example
+        raise other_rows(f"{layer.name} (Embedding) gets {len(tokens)}", rows)
     return tokens
+
+
+def other_rows(found: str, examples: int | None) -> QuellError:
+    """That a layer has more or fewer rows than there are examples, ready to be raised."""
+    return QuellError(
+        f"{found} rows from {examples} examples: every layer with trained parameters needs one row per example, along "
+        "the first dimension (batch_first=True); freeze it, or try clipping='microbatch'"
+    )
 
 
 def _refuse_numbers(layer: Layer, tokens: Tensor) -> None:

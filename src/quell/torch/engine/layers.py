@@ -31,7 +31,7 @@ from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.check import FirstBatch
-from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap
+from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap, other_rows
 from quell.torch.engine.pieces import Piece, Rows
 from quell.torch.engine.rules import Rule
 from quell.torch.engine.scales import scaled
@@ -176,11 +176,7 @@ class LayerEngine(Engine):
     def _require_rows(self, module: nn.Module, gradients: tuple[Tensor, ...], expected: int | None) -> None:
         sizes = {gradient.shape[0] if gradient.dim() else 0 for gradient in gradients}
         if len(sizes) > 1 or (expected is not None and sizes != {expected}) or next(iter(sizes)) % self.rows_per_unit:
-            raise QuellError(
-                f"{self.called(module)} made {', '.join(map(str, sorted(sizes)))} rows from {expected} examples: every "
-                "layer with trained parameters needs one row per example, along the first dimension; or use "
-                "clipping='microbatch'"
-            )
+            raise other_rows(f"{self.called(module)} made {', '.join(map(str, sorted(sizes)))}", expected)
 
     def _pass(self, backward: int) -> Found:
         """Where the pieces of the running backward pass go, which is done when autograd says so."""
@@ -239,7 +235,8 @@ class LayerEngine(Engine):
             if parameter.grad is not None:
                 raise QuellError(
                     f"the loss reaches {name} outside its layer, where it cannot be clipped: call the layer instead of "
-                    "using its parameter, and leave parameters out of the loss (weight decay belongs to the optimizer)"
+                    "using its parameter (peft: target_modules, not target_parameters), and leave parameters out of "
+                    "the loss (weight decay belongs to the optimizer)"
                 )
         with torch.no_grad(), full_precision():
             for found in finished:

@@ -26,8 +26,9 @@ from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.engine.base import Engine, is_differentiable
 
 _NOT_MAPPED = (
-    "clipping='microbatch' takes layers that vmap understands, and no convolutions or norms under autocast: use "
-    "clipping='layers', the default, change the layer, or leave autocast out"
+    "clipping='microbatch' takes layers that vmap understands, and no convolutions or norms under autocast: try "
+    "clipping='layers', the default, or leave autocast out; if both ways refuse a layer, freeze it, or use one that "
+    "docs/pytorch.md lists (of peft, LoRA on linear layers)"
 )
 
 
