@@ -188,7 +188,7 @@ def test_a_failed_attempt_leaves_the_key_free(tmp_path, plan):
 
 def test_a_cell_that_is_run_again(tmp_path, plan):
     first = private(plan, key=tmp_path / "key")
-    with pytest.raises(QuellError, match=r"in use .*optimizer\.close\(\)"):
+    with pytest.raises(QuellError, match=r"in use .*close\(\)"):
         private(plan, key=tmp_path / "key")
     first[1].close()
     private(plan, key=tmp_path / "key")[1].close()
