@@ -127,6 +127,8 @@ def test_torchrun_with_every_trainer(first, then, tmp_path):
     for name in WAYS:
         one, two = (torch.load(tmp_path / str(world) / f"{name}, whole.pt") for world in (1, 2))
         within = 2e-3 if "bf16" in name else 1e-6  # products of other sizes are rounded otherwise
+        if name in ("hugging face fsdp", "hugging face fsdp, sharded"):
+            within = 2.0**-17  # sums that differ in their last bit can be neighbours on the noise's grid: 2⁻¹⁸ here
         assert_equal(one, two, within)
         assert_equal(one, torch.load(tmp_path / str(then) / f"{name}, resumed.pt"), within)
         if "bf16" in name:
