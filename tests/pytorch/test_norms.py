@@ -469,6 +469,24 @@ def test_sums_of_many_units_and_parts_are_those_of_float64(physical):
     torch.testing.assert_close(sums[0].double(), right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("numbers", [3 * 27 * 25, 200 * 27 * 25, 1 << 24])
+def test_sums_of_convolutions_are_made_of_the_products_that_were_measured(monkeypatch, numbers):
+    """Products of other sizes could be rounded otherwise, so both cut the units in the same places."""
+    monkeypatch.setattr(pieces, "_IN_CACHE", numbers)
+    made, unfold = [], Window.unfold
+    monkeypatch.setattr(
+        Window, "unfold", lambda window, x: (made.append((x.storage_offset(), len(x))), unfold(window, x))[1]
+    )
+    piece = Patches(
+        torch.randn(300, 1, 4, 5, 5), torch.randn(300, 1, 3, 5, 5), Window.of(nn.Conv2d(3, 4, 3, padding=1)), 1
+    )
+    piece.norms()
+    measured = made.copy()
+    made.clear()
+    sums_of([piece], torch.ones(300))
+    assert made == measured
+
+
 # In the engine
 
 

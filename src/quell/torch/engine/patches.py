@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quell.torch.clipping import IN_A_ROW
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import wide
 from quell.torch.engine.pieces import Outer, Piece, Rows, chunk_of, norms_of_rows, sum_of_rows, whole
@@ -120,6 +121,8 @@ class Patches:
         unfolded = self.g[:1, :, 0].numel() * width
         weight = self.g.shape[2] * width // self.groups
         count = chunk_of(self.g, max(unfolded, weight), self.g.numel() + self.x.numel())
+        if not kernels.take_rows(self.g):  # then sums take some units at a time, which must be cut in the same places
+            count = min(IN_A_ROW, 1 << count.bit_length() - 1)
         for g, x in zip(self.g.split(count), self.x.split(count), strict=True):
             yield _as_outer(g, self.window.unfold(x.flatten(0, 1)), self.groups)
 
