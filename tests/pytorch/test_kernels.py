@@ -12,8 +12,8 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton needs a GPU or TRITON_INTERPRET=1 before it is imported", allow_module_level=True)
 
-from quell.torch.engine import kernels  # noqa: E402
-from quell.torch.engine.patches import Window  # noqa: E402
+from quell.torch.engine import kernels, pieces  # noqa: E402
+from quell.torch.engine.patches import Patches, Window  # noqa: E402
 from quell.torch.engine.pieces import Outer, Rows, Tokens  # noqa: E402
 from quell.torch.engine.together import norms_of, sums_of  # noqa: E402
 
@@ -123,6 +123,27 @@ def test_patches_around_which_are_no_zeros():
     assert torch.equal(Window.of(layer).unfold(x), right)
 
 
+def test_convolutions_are_summed_by_the_products_that_were_measured(monkeypatch):
+    """Products of other sizes could be rounded otherwise, so norms and sums cut the units in the same places."""
+    made, unfold = [], Window.unfold
+
+    def watched(window, x):
+        made.append((x.storage_offset(), len(x)))
+        return unfold(window, x)
+
+    monkeypatch.setattr(Window, "unfold", watched)
+    monkeypatch.setattr(pieces, "_IN_CACHE", 50 * 2 * 9)
+    monkeypatch.setattr(pieces, "_FEW_NUMBERS", 50 * 2 * 9)
+    g, x = (torch.randn(130, 1, channels, 3, 3, device=DEVICE).to(HALF) for channels in (1, 2))
+    piece = Patches(g, x, Window.of(torch.nn.Conv2d(2, 1, 3, padding=1)), 1)
+    piece.norms()
+    measured = made.copy()
+    made.clear()
+    (total,) = sums_of([piece], torch.ones(130, device=DEVICE))
+    assert made == measured
+    assert total.dtype == torch.float64
+
+
 def test_tokens_that_repeat():
     g, _ = factors(3, 140, 12, 1)
     tokens = torch.randint(0, 9, (3, 140), device=DEVICE)
@@ -158,11 +179,11 @@ def test_norms_allow_for_the_roundings_of_long_sums():
 
 def test_layers_of_one_shape_share_a_launch():
     torch.manual_seed(0)
-    pieces, weights = [], torch.tensor([0.5, 1.0, 0.0], device=DEVICE)
+    several, weights = [], torch.tensor([0.5, 1.0, 0.0], device=DEVICE)
     for _ in range(2):
-        pieces += [Outer(*factors(3, 5, 7, 9)), Outer(*factors(3, 6, 7, 9))]
-        pieces.append(Rows(torch.randn(3, 11).to(HALF).to(DEVICE)))
-    for found, piece in zip(norms_of(pieces), pieces, strict=True):
+        several += [Outer(*factors(3, 5, 7, 9)), Outer(*factors(3, 6, 7, 9))]
+        several.append(Rows(torch.randn(3, 11).to(HALF).to(DEVICE)))
+    for found, piece in zip(norms_of(several), several, strict=True):
         torch.testing.assert_close(found, piece.norms(), rtol=1e-3, atol=0)
-    for found, piece in zip(sums_of(pieces, weights), pieces, strict=True):
+    for found, piece in zip(sums_of(several, weights), several, strict=True):
         torch.testing.assert_close(found.view(-1), piece.sum(weights).view(-1), rtol=1e-3, atol=1e-5)

@@ -400,7 +400,10 @@ def test_a_convolution_that_is_used_twice_is_measured_exactly():
     torch.testing.assert_close(one.norms(), Patches(rest, x, window, 1).norms(), rtol=1e-3, atol=0)
     torch.testing.assert_close(one.sum(torch.ones(5)), sum(use.sum(torch.ones(5)) for use in uses), rtol=0, atol=1e-3)
     smaller = Patches(g[..., :4], x[..., :4], window, 1)
-    assert merged([uses[0], smaller]) == [uses[0], smaller]
+    wider = Patches(g, x, Window.of(nn.Conv2d(3, 4, 3, padding=2, dilation=2)), 1)
+    scaled_after = Patches(g, x, window, 1, through=lambda made: 2 * made)
+    for other in (smaller, wider, scaled_after):
+        assert merged([uses[0], other]) == [uses[0], other]
 
 
 def test_tied_norms_that_overflow_are_no_smaller():

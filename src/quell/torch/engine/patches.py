@@ -77,6 +77,11 @@ class Patches:
     def units(self) -> int:
         return int(self.g.shape[0])
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What pieces of one weight must share to be one piece with more rows."""
+        return self.g.shape[2:], self.x.shape[2:], self.window, self.groups, self.through is None
+
     def norms(self) -> Tensor:
         return torch.cat([norms_of_rows(rows) for rows in self._whole()])
 

@@ -84,9 +84,7 @@ def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
     """
     if len(weights) <= IN_A_ROW:
         return [total.view(-1) for total in _sums_of(pieces, weights)]
-    by_kernel = [
-        isinstance(piece, Rows) and kernels.take_rows(piece.values) for piece in pieces
-    ]  # which does just that
+    by_kernel = [_takes_care(piece) for piece in pieces]
     rows = iter(_sums_of([piece for piece, whole in zip(pieces, by_kernel, strict=True) if whole], weights))
     others = [piece for piece, whole in zip(pieces, by_kernel, strict=True) if not whole]
     sums: list[Tensor] = []
@@ -145,7 +143,7 @@ def merged(pieces: list[Piece]) -> list[Piece]:
         made = [piece.flat for piece in small] + [whole(piece).flatten(1) for piece in outer]
         return [Rows(torch.stack([values.float() for values in made]).sum(0))]
     patches = [piece for piece in pieces if isinstance(piece, Patches)]
-    if len(patches) == len(pieces) and len({(piece.g.shape[2:], piece.x.shape[2:]) for piece in patches}) == 1:
+    if len(patches) == len(pieces) and len({piece.kind for piece in patches}) == 1:
         g, x = (torch.cat(parts, dim=1) for parts in zip(*((p.g, p.x) for p in patches), strict=True))
         return [replace(patches[0], g=g, x=x)]
     if len(tokens) + len(outer) < len(pieces):
