@@ -31,6 +31,7 @@ from quell.torch.clipping import norm_of
 from quell.torch.coupling import differ
 from quell.torch.engine.base import is_differentiable
 from quell.torch.engine.bounds import full_precision
+from quell.torch.engine.pieces import sparing
 from quell.torch.random_states import own_states, set_own_states
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class Recording:
 
     def __init__(self, engine: LayerEngine, forward: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
         self.engine, self._usual, self._replays = engine, forward, 0
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._inputs = [value.clone() if isinstance(value, Tensor) else value for value in leaves]
         self._present = torch.zeros((), dtype=torch.int64, device=engine.device)
         args, kwargs = pytree.tree_unflatten(self._inputs, structure)
@@ -155,7 +156,7 @@ class Recording:
             return outputs, structure, [torch.empty_like(value) for value in outputs if is_differentiable(value)]
 
         with _alone(engine, self._tensors):
-            with _beside():  # libraries set themselves up, which cannot be recorded
+            with _beside(self._stream):  # libraries set themselves up, which cannot be recorded
                 outputs, _, gradients = run()
                 self._back(outputs, gradients)
                 self._clipped(self._found())
@@ -220,17 +221,24 @@ class Recording:
     def _recorded(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """A CUDA graph of this work, and what it made, which every replay makes anew in the same place."""
         graph = torch.cuda.CUDAGraph()
+        # cuBLAS has a workspace for every thread and stream (32 MiB on an H200). This one's is made again in the pool,
+        # where only this graph counts on it, and what is recorded after it can use the memory for other things.
+        torch._C._cuda_clearCublasWorkspaces()
         # Meanwhile other threads use the device, such as one that pins the loader's batches, and torch asks whether
         # pinned memory is free again: by default either spoils a recording.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
             made = work()
         return graph, made
 
     def _back(self, outputs: list[Any], gradients: list[Tensor]) -> None:
-        """The backward pass. Both lists are emptied, so that what comes later in it can use their memory."""
+        """The backward pass. Both lists are emptied, so that what comes later in it can use their memory.
+
+        In this thread: another would bring workspaces of its own.
+        """
         end = _End.apply(gradients, *(value for value in outputs if is_differentiable(value)))
         outputs.clear()
-        with torch.autocast(self.engine.device.type, enabled=False):  # as where loops call backward()
+        calm = torch.autocast(self.engine.device.type, enabled=False)  # as where loops call backward()
+        with calm, torch.autograd.set_multithreading_enabled(False):
             end.backward()
 
     def _found(self) -> Any:
@@ -302,9 +310,9 @@ def _recordable(leaves: list[Any], device: torch.device) -> bool:
 
 
 @contextmanager
-def _beside() -> Iterator[None]:
+def _beside(stream: torch.cuda.Stream) -> Iterator[None]:
     """Another stream than the current one, as recording has it."""
-    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    current = torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         yield
@@ -318,6 +326,7 @@ def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
     random, collects = torch.cuda.get_rng_state(engine.device), gc.isenabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
+    before = sparing.set(True)
     engine.given = {value.untyped_storage().data_ptr() for value in inputs}
     # While an output of an earlier pass is held, so is autograd's node of the anchor, which belongs to another stream.
     engine.anchor = torch.zeros_like(anchor, requires_grad=True)
@@ -335,6 +344,8 @@ def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+        torch._C._cuda_clearCublasWorkspaces()  # the pool's, before anything else counts on them
+        sparing.reset(before)
         torch.set_autocast_cache_enabled(cached)
         engine.take_finished()
         engine.given, engine.anchor = given, anchor

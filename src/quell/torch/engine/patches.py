@@ -83,16 +83,13 @@ class Patches:
         return self.g.shape[2:], self.x.shape[2:], self.window, self.groups, self.through is None
 
     def norms(self) -> Tensor:
-        return torch.cat([norms_of_rows(rows) for rows in self._whole()])
+        return torch.cat(list(self._of_each(lambda rows, some: norms_of_rows(rows))))
 
     def sum(self, weights: Tensor) -> Tensor:
-        found, first = None, 0
-        for rows in self._whole():
-            added = sum_of_rows(rows, weights[first : first + len(rows)])
-            first += len(rows)
-            found = added if found is None else found.double().add_(added)
-        assert found is not None
-        return found
+        first, *others = self._of_each(lambda rows, some: sum_of_rows(rows, weights[some]))
+        for other in others:
+            first = first.double().add_(other)
+        return first
 
     def of(self, units: slice) -> Patches:
         return replace(self, g=self.g[units], x=self.x[units])
@@ -105,7 +102,7 @@ class Patches:
         if shape.numel() * self.units > (held * _WORTH_MEMORY if self.g.is_cuda else max(held, _ROOM)):
             return self
         if self.through is not None:
-            return Rows(torch.cat(list(self._whole())).view(self.units, *shape))
+            return Rows(torch.cat(list(self._of_each(lambda rows, some: rows))).view(self.units, *shape))
         made, first = self.g.new_empty(self.units * self.groups, shape[0] // self.groups, shape[1:].numel()), 0
         for part in self._outer():
             whole(part, made[first : first + part.units])
@@ -113,12 +110,19 @@ class Patches:
             del part  # before the next is made
         return Rows(made.view(self.units, *shape))
 
-    def _whole(self) -> Iterator[Tensor]:
-        """(some units, elements of the weight) gradients, the same bits each time: nothing is to be allowed for."""
+    def _of_each(self, work: Callable[[Tensor, slice], Tensor]) -> Iterator[Tensor]:
+        """What `work` makes of (some units, elements of the weight) gradients and of which units they are.
+
+        The gradients have the same bits each time: nothing is to be allowed for.
+        """
+        first = 0
         for part in self._outer():
             made = whole(part).view(part.units // self.groups, self.g.shape[2], -1)
-            del part  # before the next is made
-            yield (made if self.through is None else self.through(wide(made))).flatten(1)
+            del part  # this and what was made of it, before the next is made
+            some = slice(first, first := first + made.shape[0])
+            found = work((made if self.through is None else self.through(wide(made))).flatten(1), some)
+            del made
+            yield found
 
     def _outer(self) -> Iterator[Outer]:
         """A few units at a time, each group of channels as a unit of its own."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,6 +25,9 @@ from quell.torch.engine.bounds import gram_norms, token_norms, wide
 # worth a launch; on a CPU what stays in its cache.
 _MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 9 << 22
 _IN_CACHE = 1 << 19
+# In a CUDA graph launches cost little, and its memory is held between steps: a quarter of what the layer has.
+_FEW_RECORDED = 1 << 24
+sparing: ContextVar[bool] = ContextVar("sparing", default=False)  # while a graph is recorded, or prepared
 
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
 
@@ -191,8 +195,10 @@ def kept(piece: Outer, shape: torch.Size) -> Piece:
 
 def chunk_of(values: Tensor, numbers: int, held: int = 0) -> int:
     """How many units to work on at a time that need so many numbers each, in a layer that holds `held` of them."""
-    most = min(_MOST_NUMBERS, max(_FEW_NUMBERS, held)) if values.is_cuda else _IN_CACHE
-    return max(1, most // numbers)
+    if not values.is_cuda:
+        return max(1, _IN_CACHE // numbers)
+    most = max(_FEW_RECORDED, held // 4) if sparing.get() else max(_FEW_NUMBERS, held)
+    return max(1, min(_MOST_NUMBERS, most) // numbers)
 
 
 def _weighty(values: Tensor, weights: Tensor) -> Tensor:
