@@ -14,9 +14,9 @@ On a GPU both loops also run with CUDA graphs: the private one by `make_private(
 On a CPU a turn is one step and takes what the process was given, by default with one thread: on an idle machine that is
 the same, and on a shared one it leaves out the waiting.
 
-Memory is the peak with model, optimizer and data. On a GPU it is torch's count, with what CUDA graphs hold for their
-replays, of the first steps, where make_private probes model and loss, and of later ones. On a CPU it is the resident
-size over the first steps, each contender in a process of its own whose allocator keeps nothing.
+Memory is the peak with model, optimizer and data. On a GPU it is torch's count, with cuBLAS's workspaces and what CUDA
+graphs hold for their replays, of the first steps, where make_private probes model and loss, and of later ones. On a CPU
+it is the resident size over the first steps, each contender in a process of its own whose allocator keeps nothing.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ def seconds(task: Task, steps: list[Step], rounds: int) -> list[float]:
 def on_gpu(task: Task, name: str) -> tuple[Step, tuple[float, float]]:
     """A contender that has taken its first steps, and the bytes that later steps and those needed at their peaks."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # each contender pays for its own, and none for freeing another's
     before, idle = torch.cuda.memory_allocated(), held_for_replays()
     torch.cuda.reset_peak_memory_stats()
     step = contender(task, name)
