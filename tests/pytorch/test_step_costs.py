@@ -61,7 +61,7 @@ def test_a_step_waits_for_the_device_once(clipping, log, monkeypatch, tmp_path):
 
     Nor does a log wait, with or without norms: not before a row is due, and then for numbers that have long arrived.
     """
-    monkeypatch.setattr(pieces, "_weighty", lambda values, weights: values)
+    monkeypatch.setattr(pieces, "_weighty", lambda weights, *values: values)
     looks = []
     plain = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: looks.append(1) or plain(self))

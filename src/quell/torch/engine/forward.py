@@ -23,7 +23,7 @@ from quell.noise.stream import uncompiled
 from quell.torch.checks import in_a_sentence
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Piece, Rows
-from quell.torch.engine.rules import LOWERED, Rule, by_torch_func, by_unit, embedding, linear, rule_for
+from quell.torch.engine.rules import LOWERED, Rule, added, by_torch_func, embedding, linear, rule_for
 from quell.torch.engine.taps import per_row, swapped, tapped_linear
 
 if TYPE_CHECKING:
@@ -267,6 +267,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 def _row_rule(name: str) -> Rule:
     def rule(layer: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
-        yield name, Rows(by_unit(gradients[0], rows).sum(1).unsqueeze(1))
+        yield name, Rows(added(gradients[0], rows).unsqueeze(1))
 
     return rule

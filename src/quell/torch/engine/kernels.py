@@ -31,6 +31,8 @@ _CHUNK = 1024  # as in triton_kernels.py
 _BLOCK = 1024  # elements of a program that adds up rows
 Factors = tuple[Tensor, Tensor]  # g (units, positions, outputs) and a (units, positions, inputs)
 _HALF = (torch.bfloat16, torch.float16)
+_tables: dict[Any, Tensor] = {}  # that were uploaded, by what they hold and for which stream
+_MOST_TABLES = 512
 interpreted = False  # whether CPU tensors go through Triton's interpreter: for tests
 
 
@@ -94,7 +96,7 @@ def row_norms(rows: Sequence[Tensor]) -> Tensor:
         _triton().squared_rows[(parts, units, len(rows))](
             table, found, size, units, parts, -(-size // parts), TYPE=_type(rows[0]), BLOCK=_BLOCK, num_warps=4
         )
-    return found.sum(2, dtype=torch.float64).sqrt().float()
+    return found[:, :, 0].sqrt() if parts == 1 else found.sum(2, dtype=torch.float64).sqrt().float()
 
 
 def sums_of_rows(rows: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -179,8 +181,20 @@ def unfold(x: Tensor, window: Window, padding: Sequence[int], places: Sequence[i
 def _table(tensors: Sequence[Tensor], aligned: bool = True) -> Iterator[Tensor]:
     """The addresses of tensors, on their device, while they are held; with rows that start at 16-byte borders."""
     held = [_aligned(tensor) if aligned else tensor.contiguous() for tensor in tensors]
-    _triton().triton.set_allocator(partial(_workspace, device=held[0].device))
-    yield uploaded([tensor.data_ptr() for tensor in held], held[0].device)
+    device = held[0].device
+    if aligned:
+        _triton().triton.set_allocator(partial(_workspace, device=device))
+    addresses = tuple(tensor.data_ptr() for tensor in held)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        yield uploaded(addresses, device)
+        return
+    # From step to step tensors mostly lie in the same places. Work on one stream comes in order, also freeing memory.
+    place = addresses, device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    if place not in _tables:
+        if len(_tables) == _MOST_TABLES:
+            _tables.clear()
+        _tables[place] = uploaded(addresses, device)
+    yield _tables[place]
 
 
 def _aligned(values: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from quell.torch.clipping import row_norms
+from quell.torch.clipping import IN_A_ROW, row_norms
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import gram_norms, token_norms, wide
 
@@ -29,6 +30,7 @@ _IN_CACHE = 1 << 19
 _FEW_RECORDED = 1 << 24
 sparing: ContextVar[bool] = ContextVar("sparing", default=False)  # while a graph is recorded, or prepared
 
+_FEW_SUMS = 1 << 22  # numbers of sums over a few units each that may be held at once
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
 
 
@@ -111,8 +113,14 @@ class Outer:
             return kernels.weighted_sums([(self.g, self.a)], weights)[0]
         exact = self.positions > 1 or self.g.dtype == torch.float16  # which would round small products to nothing
         g, a = (wide(self.g), wide(self.a)) if exact else (self.g, self.a)
-        scaled = _weighty(g, weights) * weights.to(g.dtype)[:, None, None]
-        return _product(scaled.flatten(0, 1), _weighty(a, weights).flatten(0, 1))
+        g, a = _weighty(weights, g, a)
+        scaled = g * weights.to(g.dtype)[:, None, None]
+        return _product(scaled.flatten(0, 1), a.flatten(0, 1), IN_A_ROW if self.adds_few else None)
+
+    @property
+    def adds_few(self) -> bool:
+        """Whether its sum adds up a few units at a time, which takes memory for every such few."""
+        return self.positions == 1 and self.units // IN_A_ROW * self.g.shape[2] * self.a.shape[2] <= _FEW_SUMS
 
     def of(self, units: slice) -> Outer:
         return Outer(self.g[units], self.a[units])
@@ -136,7 +144,8 @@ class Tokens:
         return kernels.token_norms(g, self.tokens) if kernels.take(g) else token_norms(g, self.tokens)
 
     def sum(self, weights: Tensor) -> Tensor:
-        scaled = wide(_weighty(self.padded, weights)) * weights.unsqueeze(-1).unsqueeze(-1)
+        (g,) = _weighty(weights, self.padded)
+        scaled = wide(g) * weights.unsqueeze(-1).unsqueeze(-1)
         # Sorted by token inside, so that the same sum comes out every time; index_add_ on a GPU adds in any order.
         return torch.ops.aten.embedding_dense_backward(scaled, self.tokens, self.vocabulary, -1, False)
 
@@ -201,15 +210,15 @@ def chunk_of(values: Tensor, numbers: int, held: int = 0) -> int:
     return max(1, min(_MOST_NUMBERS, most) // numbers)
 
 
-def _weighty(values: Tensor, weights: Tensor) -> Tensor:
+def _weighty(weights: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
     """The values with zeros in the units of weight 0: 0 times infinity is not a number.
 
     On a GPU zeros are always written, because the host would have to wait for an answer whether there is such a unit.
     """
     weightless = weights == 0.0
-    if not values.is_cuda and not bool(weightless.any()):
+    if not weights.is_cuda and not bool(weightless.any()):
         return values
-    return values.masked_fill(weightless.view(-1, *[1] * (values.dim() - 1)), 0.0)
+    return tuple(each.masked_fill(weightless.view(-1, *[1] * (each.dim() - 1)), 0.0) for each in values)
 
 
 def norms_of_rows(rows: Tensor) -> Tensor:
@@ -219,7 +228,7 @@ def norms_of_rows(rows: Tensor) -> Tensor:
 def sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
     if kernels.take_rows(rows):
         return kernels.sums_of_rows([rows], weights)[0]
-    rows = wide(_weighty(rows, weights))
+    rows = wide(*_weighty(weights, rows))
     return torch.mv(rows.t(), weights.to(rows.dtype))
 
 
@@ -227,8 +236,15 @@ def _unit(values: Tensor) -> float:
     return float(torch.finfo(values.dtype).eps)
 
 
-def _product(g: Tensor, a: Tensor) -> Tensor:
-    """gᵀ a, added up in float32 or better whatever the precision of the factors."""
+def _product(g: Tensor, a: Tensor, few: int | None = None) -> Tensor:
+    """gᵀ a, added up in float32 or better whatever the precision of the factors; in float64 over each `few` rows."""
+    count = g.shape[0]
+    if few is not None and count > few:
+        if count % few:
+            g, a = (functional.pad(values, (0, 0, 0, -count % few)) for values in (g, a))
+        g, a = (values.unflatten(0, (-1, few)) for values in (g, a))
+        return _product(g, a).sum(0, dtype=torch.float64)
     if g.is_cuda and g.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(g.t(), a, out_dtype=torch.float32)
-    return wide(g).t() @ wide(a)
+        by = torch.mm if g.dim() == 2 else torch.bmm
+        return by(g.mT, a, out_dtype=torch.float32)
+    return wide(g).mT @ wide(a)

@@ -88,9 +88,9 @@ def channel_normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tup
     groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else layer.num_features
     scales, shifts = kernels.channel_scale_gradients(x, g, groups, layer.eps)
     if layer.weight.requires_grad:
-        yield "weight", Rows(by_unit(scales, rows).sum(1))
+        yield "weight", Rows(added(scales, rows))
     if layer.bias is not None and layer.bias.requires_grad:
-        yield "bias", Rows(by_unit(shifts, rows).sum(1))
+        yield "bias", Rows(added(shifts, rows))
 
 
 def by_torch_func(own: dict[str, Tensor], call: Callable[..., Any], inputs: Any, gradients: Any, rows: int) -> Pieces:
@@ -116,7 +116,7 @@ def by_torch_func(own: dict[str, Tensor], call: Callable[..., Any], inputs: Any,
         warnings.filterwarnings("ignore", "There is a performance drop")  # for layers that vmap runs row by row
         found = vmap(one, in_dims=(None, 0, *mapped), randomness="error")(own, tuple(gradients), *inputs)
     for name, value in found.items():
-        yield name, Rows(by_unit(wide(value), rows).sum(1))
+        yield name, Rows(added(wide(value), rows))
 
 
 def by_unit(values: Tensor, rows: int) -> Tensor:
@@ -124,8 +124,15 @@ def by_unit(values: Tensor, rows: int) -> Tensor:
     return values.reshape(values.shape[0] // rows, rows, *values.shape[1:])
 
 
+def added(values: Tensor, rows: int) -> Tensor:
+    """(units, ...) the sum over each unit's rows."""
+    return values if rows == 1 else by_unit(values, rows).sum(1)
+
+
 def positions(values: Tensor, rows: int) -> Tensor:
     """(units, positions, features): all rows and positions of a unit in a line."""
+    if rows == 1 and values.dim() == 3:
+        return values
     units, width = values.shape[0] // rows, values.shape[-1]
     return values.reshape(units, values.numel() // (units * width) if units else rows, width)
 

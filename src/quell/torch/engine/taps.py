@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
 Arrived = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]  # takes what was kept and the gradients
 
 
@@ -81,15 +82,15 @@ class _Linear(torch.autograd.Function):
         ctx.arrived = arrived
         ctx.save_for_backward(x, weight)
         flat = x.reshape(-1, x.shape[-1])
-        y = flat @ weight.t() if bias is None else torch.addmm(bias, flat, weight.t())
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # no view: it may be changed in place
+        y = torch.mm(flat, weight.t()) if bias is None else torch.addmm(bias, flat, weight.t())
+        return _unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # no view: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight = ctx.saved_tensors
         (g,) = gradients
         ctx.arrived((x,), gradients)
-        back = (g.reshape(-1, g.shape[-1]) @ weight).view(x.shape) if ctx.needs_input_grad[1] else None
+        back = torch.mm(g.reshape(-1, g.shape[-1]), weight).view(x.shape) if ctx.needs_input_grad[1] else None
         return None, back, None, None, None
 
 

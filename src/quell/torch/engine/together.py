@@ -99,7 +99,9 @@ def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
 
 
 def _takes_care(piece: Piece) -> bool:
-    """Whether its sum is made by the kernel that adds up rows, a few units at a time."""
+    """Whether its sum is made a few units at a time, such as by the kernel that adds up rows."""
+    if isinstance(piece, Outer):
+        return piece.adds_few
     if isinstance(piece, Patches):
         return kernels.take_rows(piece.g)
     return isinstance(piece, Rows) and kernels.take_rows(piece.values)
