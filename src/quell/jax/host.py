@@ -9,7 +9,7 @@ whose noise may not be used gets no key: its updates are NaN, as are all that fo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -31,6 +31,7 @@ from quell.jax.alone import manual_axes
 from quell.jax.devices import mesh_of, platform_of, refuse_recorded_cpus, refuse_shard_map
 from quell.jax.given import require_floats
 from quell.jax.normals import Source
+from quell.jax.parts import on_parts, without_empty
 from quell.jax.processes import counts_steps
 from quell.jax.rows import Row, add_row
 from quell.jax.slices import Slice
@@ -110,7 +111,7 @@ class Host:
     def init(self, params: Any) -> NoiseState:
         self._leaves(params, [where.shape for where in self._slices])
         buffers = []
-        for where in self._slices:
+        for where in self._slices if self._recipe.buffers else ():
             sharding = None if where.mesh is None else NamedSharding(where.mesh, P(None, *where.spec))
             buffers.append(jnp.zeros((self._recipe.buffers, *where.shape), f32, device=sharding))
         replicated = None if self._mesh is None else NamedSharding(self._mesh, P())
@@ -140,6 +141,8 @@ class Host:
             refuse_shard_map(manual, {axis for where in self._slices for axes in where.axes for axis in axes})
         shapes = [where.local if manual else where.shape for where in self._slices]
         sums = self._leaves(updates, shapes)
+        if manual:
+            sums = without_empty(sums)
         for total in sums:
             if total.dtype.itemsize < 4:
                 raise QuellError(
@@ -151,18 +154,22 @@ class Host:
         code, keys, zero, expected = self._ask(manual, state, sums)
         refused = jnp.where(state.refused != 0, state.refused, code)
 
-        def step(step: Array, keys: Array, zero: Array, sums: Any, buffers: Any) -> Any:
-            source = Source(self.generator, keys, zero)
-            row = Row.of(self._recipe, step)
-            return add_row(self._recipe, source, self._slices, lax.axis_index, row, sums, buffers, self._platform)
+        def work(arrays: list[Array], step: Array, keys: Array, zero: Array) -> list[Array]:
+            source, row = Source(self.generator, keys, zero), Row.of(self._recipe, step)
+            own, kept = arrays[: len(sums)], arrays[len(sums) :]
+            noisy, kept = add_row(self._recipe, source, self._slices, lax.axis_index, row, own, kept, self._platform)
+            return [*noisy, *kept]
 
-        made: Callable[..., Any] = step
-        if self._mesh is not None and not manual:
-            specs, kept = self._specs, [P(None, *spec) for spec in self._specs]
-            made = jax.shard_map(
-                step, mesh=self._mesh, in_specs=(P(), P(), P(), specs, kept), out_specs=(specs, kept), check_vma=False
-            )
-        noisy, buffers = made(state.step, keys, zero, list(sums), list(state.buffers))
+        buffers = list(state.buffers) if self._recipe.buffers else []
+        if manual:
+            buffers = without_empty(buffers)
+        given = ([*sums, *buffers], state.step, keys, zero)
+        if self._mesh is None or manual:
+            made = work(*given)
+        else:
+            kept = [P(None, *spec) for spec in self._specs[: len(buffers)]]
+            made = on_parts(work, self._mesh, [*self._specs, *kept], *given)
+        noisy, buffers = made[: len(sums)], made[len(sums) :]
         sound = refused == 0
         if self.watch is not None:
             self.watch.tell(manual, state.step, noisy, sound, norms)
@@ -170,7 +177,7 @@ class Host:
             jnp.where(sound, released / expected, jnp.nan).astype(total.dtype)
             for released, total in zip(noisy, sums, strict=True)
         ]
-        after = NoiseState(state.step + sound.astype(jnp.int32), refused, state.run, tuple(buffers))
+        after = NoiseState(state.step + sound.astype(jnp.int32), refused, state.run, tuple(buffers) or state.buffers)
         return jax.tree_util.tree_unflatten(self._tree, means), after
 
     def require_whole(self, params: Any) -> None:
@@ -239,10 +246,11 @@ class Host:
         if manual or mesh is None:
             return _differ(sums, self._slices, manual)
         slices = self._slices if self._mesh else [Slice.of(jax.typeof(total)) for total in sums]
-        specs = self._specs if self._mesh else [where.spec for where in slices]
-        compared = partial(_differ, slices=slices, manual=tuple(mesh.axis_names))
+        kept = [(total, where) for total, where in zip(sums, slices, strict=True) if total.size]  # see `on_parts`
+        compared = partial(_differ, slices=[where for _, where in kept], manual=tuple(mesh.axis_names))
+        specs = [P() if where.spec is None else where.spec for _, where in kept]
         whole = jax.shard_map(compared, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-        differ: Array = whole(list(sums))
+        differ: Array = whole([total for total, _ in kept])
         return differ
 
     def _answer(self, question: Any, sums: Any) -> Any:

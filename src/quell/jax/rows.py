@@ -58,18 +58,18 @@ def add_row(
     buffers: Sequence[Array],
     platform: str,
 ) -> tuple[list[Array], list[Array]]:
-    """The noisy slices, in float32, and the slices' buffers (count, *local) after this step."""
+    """The noisy slices, in float32, and the slices' buffers (count, *local) after this step, if the recipe has any."""
     bases = jnp.stack([where.base(coordinate) for where in slices])
     cover = Cover(slices, tile_size(source.generator))
     noises = cover.cut(_fresh(recipe, source, cover, bases, row, platform), bases)
     added, kept = [], []
-    for noise, total, old in zip(noises, sums, buffers, strict=True):
-        made, after = noise.reshape(total.shape), old
+    for number, (noise, total) in enumerate(zip(noises, sums, strict=True)):
+        made = noise.reshape(total.shape)
         if recipe.kind != "regenerate":
+            old = buffers[number]
             made, slot, new = _KINDS[recipe.kind](row, made, old, source.how)
-            after = lax.dynamic_update_slice(old, new, (slot, *[jnp.zeros_like(slot)] * total.ndim))
+            kept.append(lax.dynamic_update_slice(old, new, (slot, *[jnp.zeros_like(slot)] * total.ndim)))
         added.append(_released(total.astype(f32), made, row, source.how))
-        kept.append(after)
     return added, kept
 
 

@@ -23,7 +23,7 @@ class NoiseState(NamedTuple):
     step: Array  # the step that is due, counted from 0
     refused: Array  # 0, or a number that `check` turns into words
     run: Array  # (4,) names key, plan, clip norm, generator and parameters
-    buffers: tuple[Array, ...]  # (count, *shape) for each parameter; count may be 0
+    buffers: tuple[Array, ...]  # (count, *shape) for each parameter; none where rows need none
 
 
 def check(state: Any) -> None:
