@@ -150,34 +150,41 @@ def published(_: dict[str, Entry]) -> str:
     return f"""## At the level of published private models
 
 Runs of `experiments/published.py` with δ = 1e-5: the README's two lines, with `ema=` and, for images, `augment=crop_and_flip`. Forty epochs in batches of 2,500 from scratch; ten in batches
-of 2,500 for the pretrained network and of 1,000 for IMDB (256 tokens). Learning rates are chosen with one seed on a fifth of the training data, from two or three; four views have the rate of one. From scratch at ε = 1 no rate was searched for: all have 2, which is what the
-model behind `loss` makes of 8, the best rate at ε = 8, for DP-SGD and for BandMF with 16 bands (8 is the largest rate that it has there). BandMF with 5 bands, and with 16 fitted to the average, have the rate of the others at ε = 8 without a search. Test accuracy in per cent, of the averaged weights and of the last ones. From scratch a run takes about 28 s of an H200 by itself; earlier ones shared it and took up to five minutes. One run has no standard error: a single
-seed can be off by about half a point. "An earlier planner's choice" is that of a former default objective. "Average" means that the mechanism was fitted to the averaged weights, which plans did when these runs were made: BandMF p=5, average, **was the planner's choice** at ε = 8 and 1, and lost to BandMF p=16 by 0.7 and 1.1 points. Plans were changed after that was seen.
+of 2,500 for the pretrained network and of 1,000 for IMDB (256 tokens). Learning rates are chosen with one seed on a fifth of the training data, from two or three; four views have the rate of one. From scratch at ε = 4, 2 and 1 no rate was searched for: all have 8, 4 and 2, which is what the
+model behind `loss` makes of 8, the best rate at ε = 8, for DP-SGD and for BandMF with 16 bands (8 is the largest rate that it has there). The pretrained network at ε ≤ 1, and IMDB at ε = 1 and with LoRA at ε = 3, follow in the same way. BandMF with 5 bands, and with 16 fitted to the average, have the rate of the others at ε = 8 without a search. Test accuracy in per cent, of the averaged weights and of the last ones. From scratch a run takes about 29 s of an H200 by itself; earlier ones shared it and took up to five minutes. One run has no standard error: a single
+seed can be off by about half a point. Plans for IMDB are shaped for SGD with momentum, though AdamW trains: `make_private` says so.
+"An earlier planner's choice" is that of a former default objective. "Average" means that the mechanism was fitted to the averaged weights, which plans did when these runs were made: BandMF p=5, average, **was the planner's choice** at ε = 8 and 1, and lost to BandMF p=16 by 0.7 and 1.1 points. Plans were changed after that was seen, and BandMF p=16 had been trained by then.
 
 {table(["task", "ε", "mechanism", "runs", "averaged", "last", "learning rate"], rows)}
 
 ![](images/results/published.png)
 
-- BandMF with 16 bands is the best of those trained, 3.0 points above DP-SGD at ε = 8 and 1.1 at ε = 1. It keeps 15 copies of the model, here 37 MB.
+- The planner, told the size of the network (`parameters=`), recommends BandMF with 16 bands under balls-in-bins sampling at ε = 8 and 4 and with 8 bands under cyclic Poisson sampling at ε ≤ 3. It is 3.1, 2.5, 1.7 and 0.5 points above DP-SGD at ε = 8, 4, 2 and 1,
+  and within a standard error of BandMF with 16 bands under cyclic Poisson sampling at ε = 8, 4 and 2. At ε = 1 it is 0.7 ± 0.5 points below that (goal: within a standard error, **missed**). `training`, which chose it, rates 8 bands higher there; as in [the smaller network](#what-predicts-accuracy), it
+  counts single steps that are quieter for too little where privacy is tight.
+- The goals were 75 at ε = 8 (77.8), 70 at ε = 3 (69.0 with three seeds, **missed**; 70.2 with four views, one seed, in four minutes of a shared H200), 90 with the pretrained network at ε = 2 (90.5), and for IMDB 89 at ε = 9 (89.2; LoRA 88.6) and 87 at ε = 3 (87.5, one seed; LoRA 86.3).
+  Those at ε = 2 with the pretrained network and at ε = 9 with all of MiniLM were trained with the earlier plans.
 - Fitting a mechanism to the averaged weights does harm: with 16 bands 2.6 points. It shakes the weights 1.3 times as much (RMSE with fading 74.6 instead of 57.8), and gradients are taken at the weights. So
   [plans for averaged weights](planner.md#averaged-weights) are made for the weights.
-- Today's planner, told the size of the network (`parameters=`), recommends BandMF with 16 bands under balls-in-bins sampling at ε = 8 and 4 and with 8 bands under cyclic Poisson sampling at ε ≤ 3. These and the peers at ε = 2 and 4 are not trained yet.
 
 For orientation: 81.4 at ε = 8 with WRN-40-4, many views of each image and far more compute (De et al. 2022); 69.3 at ε = 3 with a
 small network on scattering features (Tramèr and Boneh 2021)."""
 
 
 def headline() -> str:
-    """The README's table: the mechanisms with amplification, on all data."""
-    by_recipe = grouped(read_json(RESULTS / "cifar10.json")["runs"], "clip", "size", "label", "sampling")
-    rows = []
-    for (label, sampling), runs in sorted(tuned_runs().items(), key=lambda item: mean(item[1])):
-        if sampling != "cyclic":
-            recipe = by_recipe.get((10.0, "full", label, sampling), [])
-            printed = PAPER_ACCURACY.get((label, sampling), ("",))[0]
-            how = f", {POISSON[sampling]} sampling" if sampling in POISSON else ""
-            rows.append([full_name(label) + how, printed, f"{mean(recipe):.1f}" if recipe else "", f"{mean(runs):.1f}"])
-    return table(["CIFAR-10, (9, 1e-5)-DP, ten epochs", "paper", "its recipe", "tuned"], rows)
+    """The README's table: ResNet-9 from scratch, the planner's choice beside the two strongest peers."""
+    runs = [run for run in read_json(RESULTS / "published_scratch.json")["runs"] if not run["held_out"]]
+    trained = grouped(runs, "epsilon", "label")
+    columns = {
+        PLANNED: "planned by Quell",
+        "BandMF p=16": "BandMF p=16, cyclic Poisson sampling",
+        "DP-SGD": "DP-SGD, Poisson sampling",
+    }
+    rows = [
+        [f"{epsilon:g}", *(mean_and_error([run["accuracy"] for run in trained[epsilon, label]]) for label in columns)]
+        for epsilon in (1.0, 2.0, 4.0, 8.0)
+    ]
+    return table(["ε, at δ = 1e-5", *columns.values()], rows)
 
 
 def full_name(label: str) -> str:
