@@ -55,6 +55,14 @@ def test_price_speaks_json():
     assert row["guarantee"]["adjacency"] == "zero-out"
 
 
+@pytest.mark.parametrize(("beta", "first"), [([], 0.9), (["--momentum", "0.8"], 0.8)])
+def test_adam_is_planned_for_by_its_name(beta, first):
+    by_name = json.loads(quell("price", "bisr", "--bands", "4", *RUN, "--optimizer", "adamw", *beta, "--json"))
+    by_hand = ["--momentum", str(first), "--adaptive"]
+    assert by_name == json.loads(quell("price", "bisr", "--bands", "4", *RUN, *by_hand, "--json"))
+    assert by_name["run"]["optimizer"]["momentum"] == first
+
+
 def test_left_over_steps_allow_one_more_participation():
     run = ["--steps", "781", "--epochs", "10", "--epsilon", "9", "--delta", "1e-5", "--momentum", "0.9"]
     (row,) = rows("price", "bsr", "--bands", "4", *run, "--weight-decay", "0.9999")

@@ -18,6 +18,7 @@ from quell.run import Run
 from quell.schemes import FIXED, SCHEMES
 from quell.strategy import FAMILIES, Parameter
 from quell.strategy.family import DIVERGENCE, HORIZON
+from quell.workload import adam_momentum
 
 Given = dict[str, Any]  # a command's options by name
 
@@ -85,8 +86,10 @@ Momentum = Annotated[float, optimizer("Momentum of the optimizer.", **NUMBER)]
 _DECAY = "Factor on the weights each step: 1 - lr * weight_decay. 1 means no decay."
 WeightDecay = Annotated[float, optimizer(_DECAY, **NUMBER)]
 Schedule = Annotated[str | None, optimizer("Learning-rate schedule: cosine or linear. Default: constant.")]
-Adaptive = Annotated[bool, optimizer("The optimizer rescales gradients, as Adam does.", "--adaptive")]
-_EMA = "Plan for averaged weights, with this share of the past: 0.98. Default: the weights themselves."
+_OPTIMIZER = "The optimizer: sgd, adam or adamw. For the latter two --momentum is the first beta (default: 0.9)."
+OptimizerName = Annotated[str, optimizer(_OPTIMIZER)]
+Adaptive = Annotated[bool, optimizer("Another optimizer that rescales gradients, as Adam does.", "--adaptive")]
+_EMA = "The average of the weights is used, with this share of the past: 0.98. Default: the weights themselves."
 Ema = Annotated[float | None, optimizer(_EMA, **NUMBER)]
 _MEMORY = (
     "Memory for noise: a number of model copies, a size such as 8GB (with --parameters), or unlimited. Default: 4 "
@@ -121,6 +124,7 @@ def run_options(
     momentum: Momentum = 0.0,
     weight_decay: WeightDecay = 1.0,
     schedule: Schedule = None,
+    optimizer: OptimizerName = "sgd",
     adaptive: Adaptive = False,
     ema: Ema = None,
     users: Annotated[str | None, user(_USERS)] = None,
@@ -231,6 +235,9 @@ def _run(given: Given, *more: str) -> Given:
         *more,
     )
     found = {name: given[name] for name in names if given.get(name) is not None}
+    if (named := given.get("optimizer", "sgd")) != "sgd":
+        betas = (given["momentum"] or 0.9, 0.999)
+        found |= {"momentum": adam_momentum(named, betas, given["momentum"]), "adaptive": True}
     return found | {"learning_rates": given["schedule"]}
 
 
