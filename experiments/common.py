@@ -6,6 +6,7 @@ script loses nothing that was finished, and started again it continues where it 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quell import __version__, strategy, workload
 from quell.analysis.sensitivity import Sensitivity
@@ -110,7 +112,7 @@ def plan_of(line: Entry, examples: int) -> Plan:
         Participation(line["steps"], line["separation"]),
         line["epochs"],
         Promise(line["epsilon"], line["delta"]),
-        Optimizer(line["momentum"], line["weight_decay"]),
+        Optimizer(line["momentum"], line["weight_decay"], adaptive=line.get("adaptive", False)),
         named(line["sampling"]),
         examples=examples,
         batch_size=examples // line["separation"],
@@ -132,6 +134,22 @@ def plan_of(line: Entry, examples: int) -> Plan:
         scheme=prices.scheme(chosen, SCHEMES[stated["sampling"]]),
     )
     return Plan(run, (prices.with_claim(chosen, guarantee),), 0)
+
+
+def module_of(path: Path) -> Any:
+    """The module in a file that is not on the path: the loader that lies beside the data."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_imdb(folder: Path) -> list[tuple[list[str], NDArray[np.int64]]]:
+    """Texts and labels of the training set and of the test set, by the folder's own `load_imdb.py`."""
+    parts = module_of(folder / "load_imdb.py").load_imdb(str(folder / "imdb_reviews.xz"))
+    return [(list(texts), np.asarray(labels, np.int64)) for texts, labels, _ in parts]
 
 
 def seeded_key(purpose: str) -> Key:

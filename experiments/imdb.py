@@ -13,7 +13,6 @@ then three seeds on all of them, judged by the 25,000 test reviews.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import time
 from itertools import islice
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import PLANS, RESULTS, Entry, Results, plan_of, read_json, seeded_key
+from common import PLANS, RESULTS, Entry, Results, plan_of, read_imdb, read_json, seeded_key
 from plans import PEERS, TEXT, plan_name
 from torch import Tensor, nn
 from torch.nn import functional
@@ -43,18 +42,11 @@ def prepare(imdb: Path, encoder: Path, output: Path, length: int = TOKENS) -> No
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer
 
-    spec = importlib.util.spec_from_file_location("load_imdb", imdb / "load_imdb.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loader)
     tokenizer = Tokenizer.from_file(str(encoder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(length, direction="left")
     content = {}
-    for part, (texts, labels, _) in zip(
-        ("train", "test"), loader.load_imdb(str(imdb / "imdb_reviews.xz")), strict=True
-    ):
+    for part, (texts, labels) in zip(("train", "test"), read_imdb(imdb), strict=True):
         tokens = np.zeros((len(texts), length), np.uint16)  # 0 is the padding token
         for row, encoded in zip(tokens, tokenizer.encode_batch(texts), strict=True):
             row[: len(encoded.ids)] = encoded.ids

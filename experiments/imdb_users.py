@@ -11,7 +11,6 @@ choose learning rates with one seed; then three seeds, judged by the 25,000 test
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import time
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from common import RESULTS, Results, seeded_key
+from common import RESULTS, Results, read_imdb, seeded_key
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -66,12 +65,12 @@ def made_up_users(labels: NDArray[np.int64], seed: int = 0) -> NDArray[np.int64]
     return users
 
 
-def features(texts: list[str]) -> Tensor:
-    """(reviews, WORDS) logarithms of how often each hashed word comes, scaled to norm 1."""
-    counts = np.zeros((len(texts), WORDS), dtype=np.float32)
+def features(texts: list[str], hashes: int = WORDS) -> Tensor:
+    """(reviews, hashes) logarithms of how often each hashed word comes, scaled to norm 1."""
+    counts = np.zeros((len(texts), hashes), dtype=np.float32)
     for row, text in zip(counts, texts, strict=True):
-        words = [crc32(word.encode()) % WORDS for word in re.findall(r"[a-z']+", text.lower())]
-        row += np.bincount(words, minlength=WORDS)
+        words = [crc32(word.encode()) % hashes for word in re.findall(r"[a-z']+", text.lower())]
+        row += np.bincount(words, minlength=hashes)
     return functional.normalize(torch.from_numpy(counts).log1p())
 
 
@@ -118,17 +117,12 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
 
 def experiment(imdb: Path, output: Path) -> None:
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("load_imdb", imdb / "load_imdb.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loader)
-    (texts, labels, _), (test_texts, test_labels, _) = loader.load_imdb(str(imdb / "imdb_reviews.xz"))
-    users = made_up_users(np.asarray(labels, dtype=np.int64))
+    (texts, labels), (test_texts, test_labels) = read_imdb(imdb)
+    users = made_up_users(labels)
     held_out = users % 5 == 0  # whole users
-    x, y = features(list(texts)), torch.as_tensor(np.asarray(labels), dtype=torch.int64)
+    x, y = features(texts), torch.from_numpy(labels)
     data, validation = (TensorDataset(x[part], y[part]) for part in (~held_out, held_out))
-    test = TensorDataset(features(list(test_texts)), torch.as_tensor(np.asarray(test_labels), dtype=torch.int64))
+    test = TensorDataset(features(test_texts), torch.from_numpy(test_labels))
     ids, people = users[~held_out], len(np.unique(users[~held_out]))
     results = Results(output / "imdb_users.json")
     plans: dict[str | None, Plan | None] = {None: None}

@@ -2,14 +2,15 @@
 
     PYTHONPATH=src python experiments/objective.py
 
-Reads the runs of `lambda_sweep.py`, `cifar10.py` and `imdb.py`, and writes `results/objective.json`. In each group, one
-task at one ε, every objective recommends the mechanism with its least value; its regret is the accuracy of the best
-mechanism of the group less that of the recommended one.
+Reads the runs of `lambda_sweep.py`, `cifar10.py`, `imdb.py` and `small_tasks.py`, and writes `results/objective.json`.
+In each group, one task at one ε, every objective recommends the mechanism with its least value; its regret is the
+accuracy of the best mechanism of the group less that of the recommended one.
 
 What is in-sample: `training` has one constant that was found on these runs, `JITTER`. So it is also chosen on the
 groups of other ε or tasks, and judged on the one left out. Before, `training` was the geometric mean of the RMSE with
 forgetting and that on prefix sums. The form of `loss` was settled after about 180 settings had been compared on the
-runs that existed then; groups "trained later" hold only runs made after that.
+runs that existed then; groups "trained later" hold only runs made after that. The small tasks were made after all of
+this was settled.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from common import PLANS, RESULTS, Entry, read_json, strategy_of, write_json
-from plans import CIFAR10, IMDB, PUBLISHED, plan_name
+from plans import CIFAR10, IMDB, PUBLISHED, SMALL_EXAMPLES, STUDIED, plan_name, small_lines
 from scipy.stats import spearmanr
 
 from quell import workload
@@ -47,6 +49,7 @@ class Trained:
     line: Entry
     accuracies: tuple[float, ...]
     rate: float
+    examples: int | None = None  # where the steps do not tell
 
     @property
     def accuracy(self) -> float:
@@ -54,6 +57,8 @@ class Trained:
 
     @property
     def batch_size(self) -> int:
+        if self.examples is not None:
+            return self.examples // int(self.line["separation"])
         tasks = (CIFAR10, IMDB, PUBLISHED["scratch"][0])
         whole = {task.runs["full"][0]: task.examples for task in tasks}
         held_out = {task.runs["held-out"][0]: task.examples * 4 // 5 for task in tasks if "held-out" in task.runs}
@@ -63,7 +68,11 @@ class Trained:
     def measured(self) -> Measured:
         line = self.line
         work = workload.sgd(line["steps"], line["momentum"], line["weight_decay"])
-        return Measured(strategy_of(line), Landscape(work, line["separation"], self.batch_size))
+        return Measured(strategy_of(line), Landscape(work, line["separation"], self.batch_size), self.adaptive)
+
+    @property
+    def adaptive(self) -> bool:
+        return bool(self.line.get("adaptive", False))
 
     @cached_property
     def errors(self) -> tuple[float, float, float]:
@@ -78,7 +87,9 @@ class Trained:
         return OBJECTIVES[objective].score(self.measured, float(self.line["noise_multiplier"]))
 
     def with_jitter(self, exponent: float) -> float:
-        """`training` with another exponent."""
+        """`training` with another exponent; for adaptive optimizers it has none."""
+        if self.adaptive:
+            return self.score("training")
         return self.errors[0] * (self.errors[0] / self.errors[1]) ** exponent
 
 
@@ -109,6 +120,29 @@ def tuned(plan_file: str, run_file: str) -> Iterator[Trained]:
         yield Trained(plans[name]["label"], plans[name], (best["accuracy"],), best["rate"])
 
 
+def through(task: str, recipe: str) -> Iterator[tuple[str, float, tuple[float, ...]]]:
+    """The plans of `small_tasks.py` that are through, the rate that was chosen, and the accuracies over all data."""
+    path, runs = RESULTS / f"small_{task}_{recipe}.json", defaultdict(list)
+    for run in read_json(path)["runs"] if path.exists() else []:
+        runs[run["plan"], run["size"]].append(run)
+    for plan in dict.fromkeys(plan for plan, _ in runs):
+        tried: dict[float, list[float]] = defaultdict(list)
+        for run in runs[plan, "held-out"]:
+            tried[run["rate"]].append(run["accuracy"])
+        rate = max(tried, key=lambda rate: (len(tried[rate]), statistics.mean(tried[rate])))
+        found = tuple(run["accuracy"] for run in runs[plan, "full"] if run["rate"] == rate)
+        if len(found) == 3:
+            yield plan, rate, found
+
+
+def small(task: str, recipe: str) -> Iterator[Trained]:
+    """The mechanisms of `small_tasks.py`."""
+    lines = small_lines(recipe)
+    for plan, rate, accuracies in through(task, recipe):
+        line = lines[f"{plan} | full"]
+        yield Trained(line["label"], line, accuracies, rate, SMALL_EXAMPLES[task])
+
+
 def known(run: Entry) -> bool:
     """Whether a run existed when the form of `loss` was settled."""
     return "probe" in run["made"] or run["made"]["time"] < SETTLED
@@ -132,7 +166,10 @@ def all_groups() -> dict[str, Group]:
         found[f"λ, {word}, ε={each.line['epsilon']:g}"].append(each)
     found["BISR paper's, ε=9"] += trained("cifar10", lambda run: run["clip"] == 1.0)
     found["IMDB, ε=9"] += trained("imdb")
-    names = sorted(found, key=lambda name: (not name.startswith("CIFAR"), name))
+    for task, recipe in product(SMALL_EXAMPLES, STUDIED):
+        for each in small(task, recipe):
+            found[f"small: {task} by {recipe}, ε={each.line['epsilon']:g}"].append(each)
+    names = sorted(found, key=lambda name: (name.startswith("small"), not name.startswith("CIFAR"), name))
     return {name: found[name] for name in names if len(found[name]) > 1}
 
 
@@ -225,9 +262,8 @@ def learning_rates(groups: dict[str, Group], files: Sequence[str]) -> Entry:
     }
 
 
-def printed_rates() -> dict[str, Entry]:
+def printed_rates(every: Sequence[Trained]) -> dict[str, Entry]:
     """How well the number does that plans print: the best rate as a multiple of Poisson DP-SGD's at the same ε."""
-    every = [*trained("epsilons"), *trained("predictors"), *trained("cifar10", lambda run: run["clip"] == 1.0)]
     peers = {e.line["epsilon"]: e for e in every if (e.label, e.line["sampling"]) == ("DP-SGD", "poisson")}
     off = defaultdict(list)
     for each in every:
@@ -240,6 +276,7 @@ def printed_rates() -> dict[str, Entry]:
             "mechanisms": len(found),
             "median_factor": 2 ** statistics.median(found),
             "within_a_factor_of_1.5": sum(abs(each) <= math.log2(1.5) for each in found),
+            "within_a_factor_of_2": sum(abs(each) <= 1.0 for each in found),
         }
         for epsilon, found in sorted(off.items())
     }
@@ -259,7 +296,12 @@ def study() -> Entry:
         found["groups"][name]["objectives"][FITTED] = judgement
     found["learning_rates"] = learning_rates(groups, ("predictors", "lambda_sweep"))
     found["later_learning_rates"] = learning_rates(groups, ("epsilons",))
-    found["printed_rates"] = printed_rates()
+    convnets = [*trained("epsilons"), *trained("predictors"), *trained("cifar10", lambda run: run["clip"] == 1.0)]
+    found["printed_rates"] = printed_rates(convnets)
+    found["small_printed_rates"] = {
+        f"{task} by {recipe}": printed_rates([*small(task, recipe)])
+        for task, recipe in product(SMALL_EXAMPLES, STUDIED)
+    }
     return found
 
 

@@ -7,7 +7,7 @@ Done once, without a GPU, in minutes; the training scripts only read the files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -37,6 +37,13 @@ class Task:
 # 50,000 images; and 40,000 of them as in the BISR paper, whose last epoch is a step longer than the others.
 CIFAR10 = Task(50_000, 0.9, 0.9999, {"full": (970, 97), "held-out": (781, 78)})
 IMDB = Task(25_000, 0.95, 0.99999, {"full": (480, 48), "held-out": (390, 39)})
+# The runs of `small_tasks.py` are as long, with smaller networks, whose noise may keep more.
+SMALL = {
+    "small": replace(CIFAR10, parameters=33_000),
+    "small_adaptive": replace(CIFAR10, parameters=33_000, adaptive=True),
+}
+SMALL_EXAMPLES = {"words": 25_000, "patches": 50_000}
+STUDIED, ADAPTIVE = ("sgd", "adamw"), ("adamw", "scaled", "corrected")  # recipes with all mechanisms, and with AdamW
 # The runs of `published.py`. On four fifths of the data they keep the plan, with smaller batches and so more noise.
 PUBLISHED = {
     "scratch": (Task(50_000, 0.9, 1.0, {"full": (800, 20)}, 40, 0.98, parameters=616_842), (1.0, 2.0, 3.0, 4.0, 8.0)),
@@ -126,8 +133,12 @@ def priced(choice: Choice, task: Task, size: str, epsilon: float, sampling: str)
         "optimizer": optimizer,
         "average": workload.sgd(steps, task.momentum, task.decay, **ema),
     }[choice.fitted_to]
-    built = strategy.build(choice.family, fitted, run.participation, None, **choice.parameters)
-    return {**version2.row(prices, prices.certify(built)), "fitted_to": choice.fitted_to, **ema}
+    parameters = dict(choice.parameters)
+    if choice.family == "band_toeplitz":  # on fewer data an epoch may have fewer steps than all data allow bands
+        parameters["bands"] = min(parameters["bands"], separation)
+    built = strategy.build(choice.family, fitted, run.participation, None, **parameters)
+    adaptive = {"adaptive": True} if task.adaptive else {}
+    return {**version2.row(prices, prices.certify(built)), "fitted_to": choice.fitted_to, **ema, **adaptive}
 
 
 def planned(task: Task, epsilon: float) -> tuple[Choice, str]:
@@ -183,6 +194,14 @@ def plan_name(label: str, epsilon: float, sampling: str, size: str) -> str:
     return f"{label} | ε={epsilon:g} | {sampling} | {size}"
 
 
+def small_lines(recipe: str) -> dict[str, Entry]:
+    """The mechanisms of `small_tasks.py`, by their names."""
+    adaptive = recipe in ADAPTIVE
+    files = ("predictors", "epsilons", "small_adaptive" if adaptive else "small")
+    lines = {name: line for file in files for name, line in read_json(PLANS / f"{file}.json").items()}
+    return {name: line | {"adaptive": True} for name, line in lines.items()} if adaptive else lines
+
+
 def main() -> None:
     both = ("balls_in_bins", "cyclic")
     extend("imdb", IMDB, TEXT, (9.0,), ("balls_in_bins",))
@@ -200,6 +219,8 @@ def main() -> None:
         for epsilon in epsilons:
             extend_by_planned(file, task, epsilon)
     extend_by_fits(PUBLISHED["scratch"][0])
+    for (file, small), epsilon in product(SMALL.items(), EPSILONS):
+        extend_by_planned(file, small, epsilon)
     for epsilon, (sampling, choices) in product(EPSILONS, WIDE.items()):
         there = STUDY if sampling == "balls_in_bins" and epsilon in (9.0, 1.0) else {}  # in "predictors"
         new = {label: choice for label, choice in choices.items() if label not in there}

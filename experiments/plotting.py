@@ -35,8 +35,8 @@ def lines(name: str, points: Iterable[Entry], x_label: str, y_label: str, log: s
         if "y" in log:
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
-    handles, names = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, names, fontsize="small", loc="outside lower center", ncols=4)
+    handles = {name: each for axis in axes.flat for each, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), fontsize="small", loc="outside lower center", ncols=4)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
     IMAGES.mkdir(parents=True, exist_ok=True)

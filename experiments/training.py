@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Entry, Results, plan_of, seeded_key
+from common import Entry, Results, module_of, plan_of, seeded_key
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -151,14 +151,7 @@ def _all_of_cifar10(folder: Path) -> Pixels:
                 found.setdefault(f"x_{part}", []).append(rows)
                 found.setdefault(f"y_{part}", []).append(np.asarray(content["labels"], np.uint8))
         return {name: np.concatenate(parts) for name, parts in found.items()}
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("load_cifar10", folder / "load_cifar10.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return dict(module.load_cifar10(str(folder)))
+    return dict(module_of(folder / "load_cifar10.py").load_cifar10(str(folder)))
 
 
 def data_sets(pixels: Pixels) -> dict[str, tuple[TensorDataset, TensorDataset]]:
