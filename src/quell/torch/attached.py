@@ -19,9 +19,10 @@ from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import refuse_wrong_arguments
-from quell.torch.clipping import Clipped, norm_of
+from quell.torch.clipping import Clipped
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
+from quell.torch.engine.bounds import norm_of
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.sharding import is_sharded

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from quell.adapters.so_far import SoFar, run_facts
 from quell.errors import QuellError
-from quell.torch.clipping import norm_of
 from quell.torch.distributed import decided, gather, sum_over_ranks
+from quell.torch.engine.bounds import norm_of
 from quell.torch.sharding import copies, is_sharded
 from quell.torch.transfer import Awaited
 from quell.watching.log import Log, Row, RunLog

@@ -27,10 +27,9 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
-from quell.torch.clipping import norm_of
 from quell.torch.coupling import differ
 from quell.torch.engine.base import is_differentiable
-from quell.torch.engine.bounds import full_precision
+from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.pieces import sparing
 from quell.torch.random_states import own_states, set_own_states
 

@@ -26,10 +26,9 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured, clip_factors
-from quell.torch.clipping import norm_of
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine
-from quell.torch.engine.bounds import full_precision
+from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap, other_rows
 from quell.torch.engine.pieces import Piece, Rows

@@ -153,7 +153,7 @@ class MicrobatchEngine(Engine):
                     yield made
 
         with torch.no_grad(), in_a_sentence("the gradient of one example, by torch.func.vmap,", _NOT_MAPPED):
-            return sum_clipped(micro_batches, params, self.bounds)
+            return sum_clipped(micro_batches(), params, self.bounds)
 
     def _bounds(self, examples: int) -> list[tuple[int, int]]:
         return [(first, min(first + self.size, examples)) for first in range(0, examples, self.size)]

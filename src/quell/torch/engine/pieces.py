@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quell.torch.clipping import IN_A_ROW, row_norms
 from quell.torch.engine import kernels
-from quell.torch.engine.bounds import gram_norms, token_norms, wide
+from quell.torch.engine.bounds import IN_A_ROW, gram_norms, row_norms, token_norms, wide
 
 # Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but enough to be
 # worth a launch; on a CPU what stays in its cache.
