@@ -18,7 +18,7 @@ from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
 from quell.torch.coupling import Batch
 from quell.torch.distributed import gather
-from quell.torch.random_states import own_states, set_own_states
+from quell.torch.random_states import kept_states, own_states
 from quell.torch.sharding import is_sharded
 from quell.torch.tape import Tape
 
@@ -117,11 +117,9 @@ class Probe:
             self._give_up("the loop did not call the model that was made private, but parts of it")
             return
         self._refuse_parameters(tape)
-        states, left = own_states(), self._left
-        try:
+        left = self._left
+        with kept_states():
             problem = self._problem(tape)
-        finally:
-            set_own_states(states)
         if self._sharded:
             problem = next(filter(None, gather(problem)), None)
         if problem:

@@ -31,7 +31,7 @@ from quell.torch.coupling import differ
 from quell.torch.engine.base import is_differentiable
 from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.pieces import sparing
-from quell.torch.random_states import own_states, set_own_states
+from quell.torch.random_states import kept_states, own_states, set_own_states
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -184,9 +184,7 @@ class Recording:
 
     def _compare(self, made: Sequence[Tensor], before: Any, given: tuple[Any, Any]) -> None:
         """Are these the outputs that the model makes of these inputs, with equal random numbers?"""
-        after = own_states()
-        set_own_states(before)
-        with torch.no_grad():
+        with torch.no_grad(), kept_states(before):
             usual = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*given[0], **given[1])))
         real = [value for value in usual if isinstance(value, Tensor)]
         pairs = zip(made, real, strict=True)
@@ -195,7 +193,6 @@ class Recording:
         ):
             set_own_states(before)
             raise StaleReplayError
-        set_own_states(after)
 
     def replay_forward(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Copies of the outputs, and those of them that have no gradient."""

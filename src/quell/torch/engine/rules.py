@@ -20,6 +20,7 @@ from quell.torch.engine import kernels
 from quell.torch.engine.bounds import wide, wide_type
 from quell.torch.engine.patches import Patches, Window
 from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, kept
+from quell.torch.random_states import kept_states
 from quell.torch.sharding import is_sharded
 from quell.torch.standardised import StandardisedConv2d, brought_back
 
@@ -197,9 +198,8 @@ def _is_rms_norm(layer: nn.Module) -> bool:
     if set(own) != {"weight"} or own["weight"].dim() != 1 or list(layer.children()) or not _named_epsilon(layer):
         return False
     weight = own["weight"].detach()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        x = torch.randn(3, len(weight)).to(weight.device, weight.dtype) * 3
+    with torch.no_grad(), kept_states():
+        x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype) * 3
         try:
             found = layer(x)
         except Exception:  # a layer that wants something else is not one
