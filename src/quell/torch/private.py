@@ -32,7 +32,7 @@ from quell.torch.loader import PlannedLoader
 from quell.torch.moments import CorrectedMoments
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.probe import Probe
-from quell.torch.sharding import is_sharded
+from quell.torch.sharding import any_sharded, is_sharded
 from quell.torch.start import NoiseOptions, started_run
 from quell.torch.watch import Watch
 from quell.watching.log import Log
@@ -174,8 +174,8 @@ def make_private(
     params = trainable_parameters(model, optimizer)
     bounds = Bounds.of(max_grad_norm, params)
     refuse_leaking_layers(model)
-    sharded = any(is_sharded(parameter) for parameter in params.values())
-    if sharded and not all(is_sharded(parameter) for parameter in params.values()):  # sums of the others stay a rank's
+    sharded = any_sharded(params.values())
+    if sharded and not all(map(is_sharded, params.values())):  # sums of the others stay a rank's
         raise QuellError("some trained parameters are sharded and others are not: call fully_shard on the whole model")
     if clipping == "microbatch":
         if fixed_shape or (rows_per_example, rows_per_user) != (1, 1):

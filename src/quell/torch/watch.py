@@ -22,7 +22,7 @@ from quell.adapters.so_far import SoFar, run_facts
 from quell.errors import QuellError
 from quell.torch.distributed import decided, gather, sum_over_ranks
 from quell.torch.engine.bounds import norm_of
-from quell.torch.sharding import copies, is_sharded
+from quell.torch.sharding import copies
 from quell.torch.transfer import Awaited
 from quell.watching.log import Log, Row, RunLog
 
@@ -62,7 +62,7 @@ class Watch:
         engine.keeps_norms = self.log.norms
         self._run, self._bound = run, engine.max_grad_norm
         self._params = list(engine.params.values())
-        self._sharded = any(is_sharded(parameter) for parameter in self._params)
+        self._sharded = engine.sharded
         self._file: RunLog | None = None
         decided(self._open)
         elements = sum(parameter.numel() for parameter in self._params)

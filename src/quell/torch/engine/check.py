@@ -40,7 +40,7 @@ class FirstBatch:
         self._random: dict[str, Any] = {}  # the states before the forward pass
 
     def remember(self, args: Any, kwargs: Any) -> None:
-        kind = next(iter(self.engine.params.values())).device.type
+        kind = self.engine.device.type
         self._inputs, self._random = (args, kwargs), own_states()
         self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
@@ -119,8 +119,7 @@ class FirstBatch:
 
     def _run(self, inputs: Any) -> list[Tensor]:
         enabled, dtype = self._autocast
-        device = next(iter(self.engine.params.values())).device
-        autocast = torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+        autocast = torch.autocast(self.engine.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
         with kept_states(self._random), torch.enable_grad(), autocast:
             return _differentiable(self.engine.model(*inputs[0], **inputs[1]))
 

@@ -37,7 +37,7 @@ from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
-from quell.torch.sharding import copies, is_sharded, own_share
+from quell.torch.sharding import copies, own_share
 from quell.torch.transfer import Awaited
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ class LayerEngine(Engine):
     ) -> None:
         super().__init__(params, max_grad_norm, loss_reduction)
         self.model, self.rows_per_unit = model, rows_per_unit
-        self.sharded = any(is_sharded(parameter) for parameter in self.params.values())
         self.layers: dict[int, Layer] = {}
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # so that layers' outputs do
         self.idle = False  # whether layers run as if they had no taps
@@ -194,10 +193,6 @@ class LayerEngine(Engine):
         return finished
 
     # Replays of CUDA graphs
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.params.values())).device
 
     def trains(self) -> bool:
         """Whether a forward pass that comes now is the loop's own, for training, and the first batch was checked."""

@@ -78,7 +78,7 @@ class MicrobatchEngine(Engine):
         if self._inside or not self.model.training or not torch.is_grad_enabled():
             return self._plain_forward(*args, **kwargs)
         self.flush()
-        inputs = _inputs(args, kwargs, next(iter(self.params.values())).device)
+        inputs = _inputs(args, kwargs, self.device)
         with torch.no_grad():
             return self._cut(self._outputs(inputs, args, kwargs), inputs)
 
