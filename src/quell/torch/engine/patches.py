@@ -95,8 +95,6 @@ class Patches:
 
     def kept(self, shape: torch.Size) -> Piece:
         """This piece, or its per-unit gradients where those take less memory than what they are made from."""
-        if not self.units:
-            return Rows(self.g.new_zeros(0, *shape))
         held = self.g.numel() + self.x.numel()
         if shape.numel() * self.units > (held * _WORTH_MEMORY if self.g.is_cuda else max(held, _ROOM)):
             return self

@@ -193,8 +193,6 @@ def whole(part: Outer, out: Tensor | None = None) -> Tensor:
 
 def kept(piece: Outer, shape: torch.Size) -> Piece:
     """The piece, or its per-unit gradients where those take less memory than what they are made from."""
-    if not piece.units:
-        return Rows(piece.g.new_zeros(0, *shape))
     held = piece.g.numel() + piece.a.numel()
     if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
         return Rows(whole(piece).view(-1, *shape))

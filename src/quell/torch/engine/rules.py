@@ -100,9 +100,6 @@ def by_torch_func(own: dict[str, Tensor], call: Callable[..., Any], inputs: Any,
     `call(parameters, *inputs)` runs the layer; inputs with one row per example are split into rows.
     """
     examples = len(gradients[0])
-    if not examples:
-        yield from ((name, Rows(p.new_zeros(0, *p.shape))) for name, p in own.items())
-        return
     mapped = tuple(0 if _has_rows(value, examples) else None for value in inputs)
     if 0 not in mapped:
         raise QuellError("no input of it has a row per example")
@@ -134,8 +131,7 @@ def positions(values: Tensor, rows: int) -> Tensor:
     """(units, positions, features): all rows and positions of a unit in a line."""
     if rows == 1 and values.dim() == 3:
         return values
-    units, width = values.shape[0] // rows, values.shape[-1]
-    return values.reshape(units, values.numel() // (units * width) if units else rows, width)
+    return values.reshape(values.shape[0] // rows, -1, values.shape[-1])
 
 
 def summed(g: Tensor) -> Rows:
