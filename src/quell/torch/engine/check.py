@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError
 from quell.torch.coupling import restored_buffers
 from quell.torch.engine.composite import COMPOSITES
+from quell.torch.engine.rules import has_rows
 from quell.torch.random_states import kept_states, own_states
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class FirstBatch:
 def _cut(inputs: Any, rows: int, unit: int, units: list[int]) -> Any:
     """The inputs with these units only."""
     chosen = [unit * number + row for number in units for row in range(unit)]
-    return pytree.tree_map(lambda v: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
+    return pytree.tree_map(lambda v: _rows(v, chosen) if has_rows(v, rows) else v, inputs)
 
 
 def _only(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
@@ -204,10 +205,6 @@ _DROPOUTS = {
     functional.alpha_dropout,
     functional.feature_alpha_dropout,
 }
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _rows(value: Tensor, chosen: list[int]) -> Tensor:

@@ -100,7 +100,7 @@ def by_torch_func(own: dict[str, Tensor], call: Callable[..., Any], inputs: Any,
     `call(parameters, *inputs)` runs the layer; inputs with one row per example are split into rows.
     """
     examples = len(gradients[0])
-    mapped = tuple(0 if _has_rows(value, examples) else None for value in inputs)
+    mapped = tuple(0 if has_rows(value, examples) else None for value in inputs)
     if 0 not in mapped:
         raise QuellError("no input of it has a row per example")
 
@@ -146,7 +146,7 @@ def _epsilon(layer: Any, x: Tensor) -> float:
     return float(torch.finfo(x.dtype).eps)
 
 
-def _has_rows(value: Any, examples: int) -> bool:
+def has_rows(value: Any, examples: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == examples
 
 
