@@ -98,8 +98,10 @@ class Outer:
             # The sum multiplies g by the weight in g's own precision: one rounding of every entry. In float64, because
             # the product of a norm whose squares underflow with a large one is of ordinary size.
             norms = [torch.linalg.vector_norm(values[:, 0], dim=1, dtype=torch.float64) for values in (self.g, self.a)]
-            finest = torch.finfo(self.g.dtype).tiny * _unit(self.g)  # what entries below the normal ones are rounded to
-            found = (norms[0] + finest * self.g.shape[2] ** 0.5) * norms[1] * (1 + _unit(self.g))
+            finest = torch.finfo(self.g.dtype).tiny * _spacing(
+                self.g
+            )  # what entries below the normal ones are rounded to
+            found = (norms[0] + finest * self.g.shape[2] ** 0.5) * norms[1] * (1 + _spacing(self.g))
             # Beside a longer factor, weighted entries of the other can be so small that rounding makes them larger.
             # Norms by Gram matrices are not finite there either, because squares overflow.
             return found.masked_fill(torch.maximum(*norms) > _FAR, torch.inf).float()
@@ -229,7 +231,8 @@ def sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.mv(rows.t(), weights.to(rows.dtype))
 
 
-def _unit(values: Tensor) -> float:
+def _spacing(values: Tensor) -> float:
+    """From 1 to the next number: twice the unit of rounding."""
     return float(torch.finfo(values.dtype).eps)
 
 
