@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from quell.torch.clip_norms import Bound, clip_factors
-from quell.torch.clipping import example_norms, row_norms, weighted_sum
+from quell.torch.clip_norms import Bound, Bounds, clip_factors
+from quell.torch.clipping import sum_clipped
 from quell.torch.engine import bounds, pieces
-from quell.torch.engine.bounds import full_precision, gram_norms, token_norms
+from quell.torch.engine.bounds import full_precision, gram_norms, row_norms, token_norms
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.patches import Patches, Window
 from quell.torch.engine.pieces import Outer, Rows, Stacked, Tokens
@@ -112,7 +112,38 @@ def test_norms_over_many_layers_whose_squares_are_rounded_away():
     layers = [[Rows(torch.ones(2, 1))], *([Rows(torch.full((2, 1), LOST**0.5))] for _ in range(1000))]
     assert bool((whole_norms(layers, 3.0) >= 3 * (1 + 1000 * LOST) ** 0.5 * (1 - 1e-6)).all())
     gradients = {str(name): rows.values for name, (rows,) in enumerate(layers)}
-    assert bool((example_norms(gradients) >= (1 + 1000 * LOST) ** 0.5 * (1 - 1e-6)).all())
+    ((norms, _),) = summed_up(gradients).measured[0]
+    assert bool((norms >= (1 + 1000 * LOST) ** 0.5 * (1 - 1e-6)).all())
+
+
+def summed_up(gradients, bound=1e6, micro_batch=10_000_000):
+    """Of given per-example gradients, as `clipped_sum` and clipping="microbatch" do it."""
+    params = {name: torch.zeros(values.shape[1:]) for name, values in gradients.items()}
+    parts = zip(*(values.split(micro_batch) for values in gradients.values()), strict=True)
+    return sum_clipped((dict(zip(gradients, part, strict=True)) for part in parts), params, Bounds.of(bound, params))
+
+
+@pytest.mark.parametrize("bound", [0.5, "automatic", {"w": 0.5, "": "automatic"}], ids=str)
+@pytest.mark.parametrize("examples", [5, 300])
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+def test_given_gradients_are_bounded_and_those_that_are_not_finite_count_as_zero(dtype, examples, bound):
+    torch.manual_seed(0)
+    sizes = 10.0 ** torch.randint(-8, 4, (examples,))
+    gradients = {name: torch.randn(examples, *shape) for name, shape in (("w", (3, 4)), ("b", ()), ("long", (2000,)))}
+    gradients = {n: (v * sizes.view(-1, *[1] * (v.dim() - 1))).to(dtype) for n, v in gradients.items()}
+    alone = [summed_up({n: v[place : place + 1] for n, v in gradients.items()}, bound) for place in range(examples)]
+    most = Bounds.of(bound, gradients).norm
+    for one in alone:
+        assert sum(total.double().square().sum() for total in one.sums.values()).sqrt() <= most
+    for name, place, value in (("w", (0, 1, 2), torch.inf), ("b", (1,), torch.nan), ("long", (3, 7), -torch.inf)):
+        gradients[name][place] = value
+    for micro_batch in (2, 1000):
+        found = summed_up(gradients, bound, micro_batch)
+        assert found.examples == examples
+        for name, total in found.sums.items():
+            spoiled = {0, 1, 3} if not isinstance(bound, dict) else {0} if name == "w" else {1, 3}  # groups apart
+            right = sum(one.sums[name].double() for place, one in enumerate(alone) if place not in spoiled)
+            torch.testing.assert_close(total.double(), right, rtol=1e-3, atol=1e-4 * most)
 
 
 def test_tokens_that_come_thousands_of_times():
@@ -443,7 +474,7 @@ def test_a_unit_hardly_changes_how_others_round():
         values = torch.cat([large, torch.tensor([[unit]]), tiny]).float()
         right = float(values.double().sum())
         pieces = [Rows(values), Outer(values.unsqueeze(1), torch.ones(len(values), 1, 1)), _one_pixel(values)]
-        found = [*sums_of(pieces, torch.ones(len(values))), weighted_sum(torch.ones(len(values)), values)]
+        found = [*sums_of(pieces, torch.ones(len(values))), summed_up({"w": values}).sums["w"]]
         assert all(abs(float(each) - right) < 1e-3 for each in found)
 
 

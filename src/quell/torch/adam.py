@@ -30,7 +30,7 @@ from quell.errors import QuellError
 from quell.torch.engine.scales import Scale
 from quell.torch.joined import parts_of
 from quell.torch.moments import samples
-from quell.torch.sharding import is_sharded
+from quell.torch.sharding import any_sharded
 
 _LEAST = 1e-3  # of a mean: the least that a row, a column or a parameter counts as, so that no scale runs away
 _ASSUMED = 100  # squares at the mean of all, beside those that were seen
@@ -49,7 +49,7 @@ class SecondMoments:
                     "scale_gradients=True needs an optimizer that has taken no step: scales follow its second moments, "
                     "and those of earlier steps may not be private. Load a checkpoint after make_private"
                 )
-        if any(is_sharded(parameter) for parameter in self._params.values()):
+        if any_sharded(self._params.values()):
             raise QuellError("scale_gradients=True needs whole parameters, and these are sharded: leave it out")
         self.scales = {name: _ones(parameter) for name, parameter in self._params.items()}
         sizes = torch.tensor([float(p.numel()) for p in self._params.values()])

@@ -19,12 +19,13 @@ from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import refuse_wrong_arguments
-from quell.torch.clipping import Clipped, norm_of
+from quell.torch.clipping import Clipped
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
+from quell.torch.engine.bounds import norm_of
 from quell.torch.loader import PlannedLoader
 from quell.torch.optimizer import PrivateOptimizer
-from quell.torch.sharding import is_sharded
+from quell.torch.sharding import any_sharded
 from quell.torch.start import NoiseOptions, started_run
 from quell.torch.watch import Watch
 from quell.watching.log import Log
@@ -94,7 +95,7 @@ def attach(
         raise QuellError("the optimizer is private already: make a new one for a new run")
     refuse_wrong_arguments(optimizer, data, plan, noise_memory)
     trained = _in_optimizer_order(optimizer, params)
-    if any(is_sharded(parameter) for parameter in trained.values()):
+    if any_sharded(trained.values()):
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private")
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, trained, data, plan, bound, options) as run:

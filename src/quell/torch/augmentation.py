@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
-from quell.torch.random_states import own_states, set_own_states
+from quell.torch.random_states import kept_states, own_states
 
 _LOOKS = 4  # first batches that are changed twice
 
@@ -80,13 +80,11 @@ class Augmentation:
             return self.change(inputs)
         before = own_states()
         made = self.change(inputs)
-        after = own_states()
         for units in self._chosen(count // self.rows):
             stays = units.repeat_interleave(self.rows)
             others = pytree.tree_map_only(Tensor, partial(self._others_replaced, stays=stays), inputs)
-            set_own_states(before)
-            again = self.change(others)
-            set_own_states(after)
+            with kept_states(before):
+                again = self.change(others)
             self._require_apart(made, again, stays)
         self._looks -= 1  # a loop that goes on after the error gets it again
         return made

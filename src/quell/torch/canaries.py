@@ -17,7 +17,6 @@ from quell.schemes import Batches
 from quell.torch.clip_norms import clip_factors
 from quell.torch.engine.base import Engine
 from quell.torch.run import TrainingRun, Unfinished
-from quell.torch.sharding import is_sharded
 
 _LOUD = 10.0  # how many clip norms a canary's gradient has before it is clipped
 
@@ -28,7 +27,7 @@ class PlantedCanaries:
     def __init__(self, run: TrainingRun, engine: Engine, count: int) -> None:
         params = list(engine.params.values())
         sizes = [parameter.numel() for parameter in params]
-        if run.world > 1 or any(is_sharded(parameter) for parameter in params):
+        if run.world > 1 or engine.sharded:
             raise QuellError("canaries= needs the whole model in one process: audit a run of one process")
         if count > sum(sizes):
             raise QuellError(f"canaries={count:,} need a coordinate each, and the model has {sum(sizes):,}: use fewer")

@@ -178,47 +178,38 @@ def in_a_sentence(what: str, advice: str) -> Iterator[None]:
 
 def warn_about_optimizer(plan: Plan, optimizer: Optimizer) -> None:
     """Say where momentum and weight decay are not the plan's, and what to plan instead."""
-    for message in optimizer_mismatches(plan, optimizer):
+    for message in dict.fromkeys(_mismatches(plan.run.optimizer, optimizer)):
         warnings.warn(message, PlanMismatchWarning, stacklevel=5)  # the caller of make_private or attach
 
 
-def optimizer_mismatches(plan: Plan, optimizer: Optimizer) -> list[str]:
-    planned = plan.run.optimizer
-    found = []
+def _mismatches(planned: Any, optimizer: Optimizer) -> Iterator[str]:
     for part in parts_of(optimizer):
-        if isinstance(part, SGD):
-            for group in part.param_groups:
-                found += _group_mismatches(planned.momentum, planned.weight_decay, group)
-        elif not planned.adaptive:
+        if not isinstance(part, SGD) and not planned.adaptive:
             instead = "optimizer='adamw'" if isinstance(part, (Adam, AdamW)) else "adaptive=True"
-            found.append(
+            yield (
                 f"the plan's noise is shaped for SGD, and {type(part).__name__} is not: privacy holds, but plan with "
                 f"{instead}, and compare with DP-SGD: mechanism=plan.price('identity')"
             )
-        elif isinstance(part, (Adam, AdamW)):
-            found += [
-                f"the optimizer has betas={group['betas']} and the plan momentum {planned.momentum:g}: plan with "
-                f"optimizer='adamw', betas={group['betas']} for noise that fits"
-                for group in part.param_groups
-                if abs(group["betas"][0] - planned.momentum) > 1e-9
-            ]
-    return list(dict.fromkeys(found))
-
-
-def _group_mismatches(momentum: float, weight_decay: float, group: dict[str, Any]) -> list[str]:
-    found = []
-    if abs(group["momentum"] - momentum) > 1e-9:
-        found.append(
-            f"the optimizer has momentum {group['momentum']:g} and the plan {momentum:g}: plan with "
-            f"momentum={group['momentum']:g} for noise that fits"
-        )
-    factor = 1 - group["lr"] * group["weight_decay"]
-    if abs(factor - weight_decay) > 1e-7:
-        found.append(
-            f"the optimizer multiplies the weights by {factor:.8g} at every step (1 - lr*weight_decay) and the plan by "
-            f"{weight_decay:.8g}: plan with weight_decay={factor:.8g} for noise that fits"
-        )
-    return found
+            continue
+        for group in part.param_groups:
+            if isinstance(part, (Adam, AdamW)) and abs(group["betas"][0] - planned.momentum) > 1e-9:
+                yield (
+                    f"the optimizer has betas={group['betas']} and the plan momentum {planned.momentum:g}: plan with "
+                    f"optimizer='adamw', betas={group['betas']} for noise that fits"
+                )
+            if not isinstance(part, SGD):
+                continue
+            if abs(group["momentum"] - planned.momentum) > 1e-9:
+                yield (
+                    f"the optimizer has momentum {group['momentum']:g} and the plan {planned.momentum:g}: plan with "
+                    f"momentum={group['momentum']:g} for noise that fits"
+                )
+            factor = 1 - group["lr"] * group["weight_decay"]
+            if abs(factor - planned.weight_decay) > 1e-7:
+                yield (
+                    f"the optimizer multiplies the weights by {factor:.8g} at every step (1 - lr*weight_decay) and the "
+                    f"plan by {planned.weight_decay:.8g}: plan with weight_decay={factor:.8g} for noise that fits"
+                )
 
 
 def schedule_mismatch(plan: Plan, step: int, first_rate: float, rate: float) -> str | None:

@@ -29,7 +29,7 @@ from quell.torch.joined import parts_of
 from quell.torch.random_states import random_states, set_random_states
 from quell.torch.replay import Start, digest, options
 from quell.torch.run import TrainingRun, Unfinished
-from quell.torch.sharding import is_sharded, set_gradient, shard_state, whole
+from quell.torch.sharding import set_gradient, shard_state, whole
 from quell.torch.shards import EveryRanks
 
 
@@ -47,7 +47,7 @@ class PrivateOptimizer(Optimizer):
         self._engine = engine
         self._max_grad_norm = engine.max_grad_norm
         self._trained = list(engine.params.values())
-        self._sharded = any(is_sharded(parameter) for parameter in self._trained)
+        self._sharded = engine.sharded
         self.acted = False  # whether the last `step` took one, and did not only gather a part of its batch
         self._used = False  # whether p.grad still holds the gradients of the last step
         self._first_rate = _rate(optimizer.param_groups[0])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quell.errors import QuellError
 from quell.torch.coupling import differ, restored_buffers
-from quell.torch.random_states import own_states, set_own_states
+from quell.torch.random_states import kept_states
 
 EXAMPLES = 32  # whose lengths are looked at, from the whole data set
 COMPARED = 8  # of those that are shorter than the longest
@@ -36,13 +36,12 @@ def refuse_padding_that_counts(
 
     Weights, buffers, modes and random states are left as they were.
     """
-    states, modes = own_states(), [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), restored_buffers(model):
+        with torch.no_grad(), restored_buffers(model), kept_states():
             found = [tuple(losses(batch)[0] for batch in both) for both in _both_ways(collate, dataset)]
     finally:
-        set_own_states(states)
         for module, training in modes:
             module.training = training
     if not found:

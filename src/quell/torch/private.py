@@ -32,7 +32,7 @@ from quell.torch.loader import PlannedLoader
 from quell.torch.moments import CorrectedMoments
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.probe import Probe
-from quell.torch.sharding import is_sharded
+from quell.torch.sharding import any_sharded, is_sharded
 from quell.torch.start import NoiseOptions, started_run
 from quell.torch.watch import Watch
 from quell.watching.log import Log
@@ -152,10 +152,6 @@ def make_private(
     ema = require_rate(ema)
     if clipping not in CLIPPING:
         raise QuellError(f"clipping={clipping!r} is not known: use {', '.join(CLIPPING)}")
-    if clipping == "microbatch" and (fixed_shape or (rows_per_example, rows_per_user) != (1, 1)):
-        raise QuellError("rows_per_example, rows_per_user and fixed_shape need clipping='layers': leave them out")
-    if cuda_graphs and clipping == "microbatch":
-        raise QuellError("cuda_graphs needs clipping='layers': leave it out")
     if scale_gradients and correct_moments:
         raise QuellError("scale_gradients=True needs no correct_moments=True, which is for noise of one size: pass one")
     if loss_reduction not in ("mean", "sum"):
@@ -178,27 +174,42 @@ def make_private(
     params = trainable_parameters(model, optimizer)
     bounds = Bounds.of(max_grad_norm, params)
     refuse_leaking_layers(model)
-    sharded = any(is_sharded(parameter) for parameter in params.values())
-    if sharded and not all(is_sharded(parameter) for parameter in params.values()):  # sums of the others stay a rank's
+    sharded = any_sharded(params.values())
+    if sharded and not all(map(is_sharded, params.values())):  # sums of the others stay a rank's
         raise QuellError("some trained parameters are sharded and others are not: call fully_shard on the whole model")
+    if clipping == "microbatch":
+        if fixed_shape or (rows_per_example, rows_per_user) != (1, 1):
+            raise QuellError("rows_per_example, rows_per_user and fixed_shape need clipping='layers': leave them out")
+        if cuda_graphs:
+            raise QuellError("cuda_graphs needs clipping='layers': leave it out")
+        if sharded:
+            raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, params, data, plan, bounds.norm, options, users, rows_per_user) as run:
         own: dict[str, Any] = {
             "clipping": clipping,
             "loss_reduction": loss_reduction,
             "physical_batch_size": physical_batch_size,
+            "rows_per_example": rows_per_example,
+            "fixed_shape": fixed_shape,
+            "canaries": canaries,
+            "ema": ema,
+            "max_grad_norm": bounds.settings,
+            "scale_gradients": scale_gradients,
+            "correct_moments": correct_moments,
+            "log": log,
         }
-        own |= {"rows_per_example": rows_per_example, "fixed_shape": fixed_shape, "canaries": canaries, "ema": ema}
-        own |= {"max_grad_norm": bounds.settings, "scale_gradients": scale_gradients}
-        own |= {"correct_moments": correct_moments, "log": log}
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
         loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment, sharded)
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
-        rows = rows_per_example * rows_per_user
-        engine = _engine(clipping, model, params, bounds, loss_reduction, micro_batch, rows, sharded)
+        engine: Engine
+        if clipping == "microbatch":
+            engine = MicrobatchEngine(model, params, bounds, loss_reduction, micro_batch)
+        else:
+            engine = LayerEngine(model, params, bounds, loss_reduction, rows_per_example * rows_per_user)
         engine.present = run.present
         run.guard = probe = Probe(model, params)
         if canaries:
@@ -215,20 +226,3 @@ def make_private(
             CorrectedMoments(optimizer, run.mechanism.strategy, deviation, lambda: run.step)
     model._quell_private = True
     return model, private, loader
-
-
-def _engine(
-    clipping: str,
-    model: nn.Module,
-    params: dict[str, nn.Parameter],
-    bounds: Bounds,
-    loss_reduction: str,
-    micro_batch: int,
-    rows_per_unit: int,
-    sharded: bool,
-) -> Engine:
-    if clipping == "layers":
-        return LayerEngine(model, params, bounds, loss_reduction, rows_per_unit)
-    if sharded:
-        raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
-    return MicrobatchEngine(model, params, bounds, loss_reduction, micro_batch)

@@ -18,8 +18,8 @@ from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
 from quell.torch.coupling import Batch
 from quell.torch.distributed import gather
-from quell.torch.random_states import own_states, set_own_states
-from quell.torch.sharding import is_sharded
+from quell.torch.random_states import kept_states, own_states
+from quell.torch.sharding import any_sharded
 from quell.torch.tape import Tape
 
 BATCHES = 3  # so many are probed
@@ -38,7 +38,7 @@ class Probe:
 
     def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         self.model, self.params = model, dict(params)
-        self._sharded = any(is_sharded(parameter) for parameter in params.values())  # ranks compute together
+        self._sharded = any_sharded(params.values())  # ranks compute together
         self._left, self._checked, self._why = BATCHES, False, ""
         self._settled = 0
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -117,11 +117,9 @@ class Probe:
             self._give_up("the loop did not call the model that was made private, but parts of it")
             return
         self._refuse_parameters(tape)
-        states, left = own_states(), self._left
-        try:
+        left = self._left
+        with kept_states():
             problem = self._problem(tape)
-        finally:
-            set_own_states(states)
         if self._sharded:
             problem = next(filter(None, gather(problem)), None)
         if problem:

@@ -7,7 +7,8 @@ same augmentation. Generators that a user makes (`np.random.default_rng()`, `tor
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,18 @@ def set_own_states(own: dict[str, Any]) -> None:
     np.random.set_state(tuple(own["numpy"]))
     version, words, gauss = own["python"]
     random.setstate((version, tuple(words), gauss))
+
+
+@contextmanager
+def kept_states(begin: dict[str, Any] | None = None) -> Iterator[None]:
+    """Inside, random numbers go on from `begin` (default: from where they are); afterwards as if nothing was drawn."""
+    before = own_states()
+    try:
+        if begin is not None:
+            set_own_states(begin)
+        yield
+    finally:
+        set_own_states(before)
 
 
 def random_states() -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from quell.torch.noise import CorrelatedNoise
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
     from quell.torch.canaries import PlantedCanaries
+    from quell.torch.probe import Probe
     from quell.torch.watch import Watch
 
 
@@ -62,14 +63,6 @@ class Unfinished:
     known: Any = None  # the sums of real gradients at the canaries' coordinates
 
 
-class Guard(Protocol):
-    """Told of every batch that the loop gets, and asked before every step."""
-
-    def watch(self, batch: Any, rows: int) -> None: ...
-
-    def settle(self) -> None: ...
-
-
 @dataclass(eq=False)
 class TrainingRun:
     """One private training run of a plan on this rank."""
@@ -86,7 +79,7 @@ class TrainingRun:
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
     charge: Callable[[], None] | None = None  # charges the run to its budget, which the first step does
-    guard: Guard | None = None  # what looks at the loop's batches and steps; set by make_private
+    guard: Probe | None = None  # what looks at the loop's batches and steps; set by make_private
     planted: PlantedCanaries | None = None  # whose traces an audit looks for; set by make_private
     watch: Watch | None = None  # what tells the log; set by make_private
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ from quell.noise import Shard
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor; torch.distributed is not loaded to find out."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def any_sharded(tensors: Iterable[Any]) -> bool:
+    return any(map(is_sharded, tensors))
 
 
 def local(tensor: Tensor) -> Tensor:

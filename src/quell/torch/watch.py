@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quell.adapters.so_far import SoFar, run_facts
 from quell.errors import QuellError
-from quell.torch.clipping import norm_of
 from quell.torch.distributed import decided, gather, sum_over_ranks
-from quell.torch.sharding import copies, is_sharded
+from quell.torch.engine.bounds import norm_of
+from quell.torch.sharding import copies
 from quell.torch.transfer import Awaited
 from quell.watching.log import Log, Row, RunLog
 
@@ -62,7 +62,7 @@ class Watch:
         engine.keeps_norms = self.log.norms
         self._run, self._bound = run, engine.max_grad_norm
         self._params = list(engine.params.values())
-        self._sharded = any(is_sharded(parameter) for parameter in self._params)
+        self._sharded = engine.sharded
         self._file: RunLog | None = None
         decided(self._open)
         elements = sum(parameter.numel() for parameter in self._params)
@@ -89,7 +89,7 @@ class Watch:
 
     def after_noise(self, released: Sequence[Tensor], norms: list[Tensor]) -> None:
         run, interval, now = self._run, self._interval, perf_counter()
-        if self._expects(run.step):
+        if self._next is not None and run.step == self._next + 1:
             interval.seconds.append(now - self._clock)
         self._clock, self._next = now, run.step
         if self.log.times:
@@ -114,9 +114,6 @@ class Watch:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _expects(self, step: int) -> bool:
-        return self._next is not None and step == self._next + 1
 
     def _require_continuation(self) -> None:
         """On rank 0 only."""
@@ -164,7 +161,8 @@ class Watch:
     def _row(self, due: Due) -> Row:
         row = self._so_far.row(due.step, due.released, due.squares.numbers())
         if self.log.times:
-            row["step_seconds"] = _mean(due.interval.seconds)
+            seconds = due.interval.seconds
+            row["step_seconds"] = sum(seconds) / len(seconds) if seconds else None
             noise = [_between(*both) for both in due.interval.noise]
             row["noise_seconds"] = median(noise) if noise else None  # the first step compiles
         if due.norms is not None:
@@ -172,10 +170,6 @@ class Watch:
             row["clipped_share_not_private"] = float(np.mean(relative > 1)) if len(norms) else None
             row["median_norm_not_private"] = float(np.median(norms)) if len(norms) else None
         return row
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _between(begin: Any, end: Any) -> float:

@@ -18,7 +18,7 @@ from quell.noise.secrecy import never_copied
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured, lengths
 from quell.torch.clipping import Clipped
 from quell.torch.engine.scales import Scale
-from quell.torch.sharding import local
+from quell.torch.sharding import any_sharded, local
 
 
 class Engine(ABC):
@@ -32,6 +32,7 @@ class Engine(ABC):
         self, params: Mapping[str, nn.Parameter], max_grad_norm: ClipNorm | Bounds, loss_reduction: str
     ) -> None:
         self.params = dict(params)
+        self.sharded = any_sharded(self.params.values())
         self.bounds = Bounds.of(max_grad_norm, self.params)
         self.max_grad_norm = self.bounds.norm
         self.mean_loss = loss_reduction == "mean"
@@ -41,6 +42,10 @@ class Engine(ABC):
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
         self._norms: list[Tensor] = []
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.params.values())).device
 
     def settings(self) -> dict[str, Any]:
         """What the same batch and weights must be clipped with to give the same sums."""

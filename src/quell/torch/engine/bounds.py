@@ -2,22 +2,22 @@
 
 A linear layer's gradient of one unit is Σ_t g_t a_tᵀ over its positions t, and its squared norm is
 Σ_ts (g_t·g_s)(a_t·a_s). Where positions nearly cancel, that sum has no correct digit: it is small, its terms are not.
-So every norm here is raised by what rounding may have taken, in terms of S = Σ_t |g_t||a_t|, which does not cancel. The
-clipped sum rounds in its own way, by u·S at most for every position, in whatever order it adds them: that is added too.
-Where nothing cancels the addition is invisible; where it does, a unit is clipped more than need be, never less.
+So the norm of every such sum is raised by what rounding may have taken, in terms of S = Σ_t |g_t||a_t|, which does not
+cancel. The clipped sum rounds in its own way, by u·S at most for every position, in whatever order it adds them: that
+is added too. Where nothing cancels the addition is invisible; where it does, a unit is clipped more than need be, never
+less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quell.torch.clipping import row_norms
-
+IN_A_ROW = 128  # examples whose gradients are added up in float32: 2·128² roundings of 2⁻²³ are 0.004 of a clip norm
 CHUNK = 512  # so many products are added in a row before they join a sum: rounding grows with it
 SUMMING = 64  # roundings in a sum that torch makes in a cascade, and in what surrounds it
 UNDERFLOW = 1e-32  # squares below 10⁻³⁸ are lost, however large what they are multiplied with
@@ -60,6 +60,36 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
     norms = row_norms(sums) + (2 * numbers + SUMMING) * _unit(flat) * sizes
     squares = torch.zeros(units, dtype=torch.float64, device=g.device)
     return squares.index_add_(0, owners, norms[place].double().square() * new.view(-1)).sqrt().float()
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """(rows,) norms, in float32 or better, less than 5·10⁻⁶ too small.
+
+    A float32 norm of ten million elements can come out a percent too small, because late squares are rounded away
+    against the sum of the early ones; clipping would then let a percent too much through. So rows are cut into blocks,
+    float32 within and float64 over them. A CPU adds up eight sums at once or more, a GPU two thousand: of a block, 128
+    squares in a row, each of which loses 2⁻²⁴ of the sum at most.
+    """
+    block = 1 << (18 if rows.is_cuda else 10)
+    if rows.shape[1] <= block or rows.dtype == torch.float64:
+        kept = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        return torch.linalg.vector_norm(rows, dim=1, dtype=kept)
+    whole = rows.shape[1] // block * block
+    blocks = rows[:, :whole].unflatten(1, (-1, block))
+    parts = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (blocks, rows[:, None, whole:])]
+    return torch.linalg.vector_norm(torch.cat(parts, dim=1), dim=1, dtype=torch.float64)
+
+
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    """() the norm of all tensors together."""
+    held = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not held:
+        return torch.zeros(())
+    if held[0].is_cuda:
+        norms = list(torch._foreach_norm(held))  # a few launches, however many tensors
+    else:
+        norms = [row_norms(tensor.reshape(1, -1))[0] for tensor in held]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def roundings(*lengths: int) -> int:

@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError
 from quell.torch.coupling import restored_buffers
 from quell.torch.engine.composite import COMPOSITES
+from quell.torch.engine.rules import has_rows
+from quell.torch.random_states import kept_states, own_states
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -36,10 +38,11 @@ class FirstBatch:
         self._inputs: tuple[Any, Any] | None = None
         self._gradients: list[Tensor | None] = []
         self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self._random: dict[str, Any] = {}  # the states before the forward pass
 
     def remember(self, args: Any, kwargs: Any) -> None:
-        kind = next(iter(self.engine.params.values())).device.type
-        self._inputs = (args, kwargs)
+        kind = self.engine.device.type
+        self._inputs, self._random = (args, kwargs), own_states()
         self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def watch(self, outputs: Any) -> None:
@@ -117,11 +120,9 @@ class FirstBatch:
 
     def _run(self, inputs: Any) -> list[Tensor]:
         enabled, dtype = self._autocast
-        device = next(iter(self.engine.params.values())).device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            torch.manual_seed(0)
-            with torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
-                return _differentiable(self.engine.model(*inputs[0], **inputs[1]))
+        autocast = torch.autocast(self.engine.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+        with kept_states(self._random), torch.enable_grad(), autocast:
+            return _differentiable(self.engine.model(*inputs[0], **inputs[1]))
 
     def _measured(self, inputs: Any, gradients: list[Tensor | None], place: int | None) -> dict[str, Tensor]:
         """Float32 gradients of the unit at this place, or of all, by the engine's pieces."""
@@ -149,7 +150,7 @@ class FirstBatch:
 def _cut(inputs: Any, rows: int, unit: int, units: list[int]) -> Any:
     """The inputs with these units only."""
     chosen = [unit * number + row for number in units for row in range(unit)]
-    return pytree.tree_map(lambda v: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
+    return pytree.tree_map(lambda v: _rows(v, chosen) if has_rows(v, rows) else v, inputs)
 
 
 def _only(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
@@ -204,10 +205,6 @@ _DROPOUTS = {
     functional.alpha_dropout,
     functional.feature_alpha_dropout,
 }
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _rows(value: Tensor, chosen: list[int]) -> Tensor:

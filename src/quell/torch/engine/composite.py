@@ -47,7 +47,7 @@ def attention(
     if any(p.requires_grad for p in layer.parameters(recurse=False)):
         made = list(engine.tapped(layer, _projections, made, inputs))
     q, k, v = (x.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for x in made)
-    mask = _attention_mask(layer, q, k, key_padding_mask, attn_mask)
+    mask = _attention_mask(q, key_padding_mask, attn_mask)
     if mask is None and is_causal:
         raise QuellError("nn.MultiheadAttention with is_causal=True needs its attn_mask too, as torch documents it")
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3]) if need_weights else None
@@ -72,7 +72,7 @@ def _projections(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor
         yield "in_proj_bias", Rows(torch.cat([summed(g).values for g in gs], dim=1))
 
 
-def _attention_mask(layer: Any, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def _attention_mask(q: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """Both masks as one, to be added to the scores (examples, heads, queries, keys)."""
     found: Tensor | None = None
     if mask is not None:
@@ -104,9 +104,8 @@ def recurrent(
     x, lengths = pad_packed_sequence(packed, batch_first=True) if packed is not None else (inputs, None)
     if packed is None and not layer.batch_first:
         x = x.transpose(0, 1)
-    gates, width = _GATES[layer.mode], layer.hidden_size
     directions = 2 if layer.bidirectional else 1
-    starts = _start_states(layer, x, state, packed)
+    starts = _start_states(layer, x, state)
     ends: list[tuple[Tensor, ...]] = []
     for level in range(layer.num_layers):
         sides = []
@@ -114,7 +113,7 @@ def recurrent(
             suffix = f"_l{level}" + ("_reverse" if direction else "")
             flow = _reversed(x, lengths) if direction else x
             start = tuple(part[level * directions + direction] for part in starts)
-            out, end = _one_direction(engine, layer, suffix, flow, start, lengths, gates, width)
+            out, end = _one_direction(engine, layer, suffix, flow, start, lengths)
             sides.append(_reversed(out, lengths) if direction else out)
             ends.append(end)
         x = torch.cat(sides, dim=2)
@@ -135,8 +134,6 @@ def _one_direction(
     x: Tensor,
     start: tuple[Tensor, ...],
     lengths: Tensor | None,
-    cell: Callable[..., tuple[Tensor, ...]],
-    width: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     w_in, w_state, b_in, b_state = (
         None if (p := getattr(layer, f"{name}{suffix}", None)) is None else p.detach()
@@ -156,7 +153,7 @@ def _one_direction(
     for step in range(x.shape[1]):
         before.append(now[0].detach())
         from_state = functional.linear(now[0], w_state, b_state) + marks[:, step]
-        new = cell(projected[:, step], from_state, now, layer)
+        new = _GATES[layer.mode](projected[:, step], from_state, now, layer)
         if lengths is not None:  # shorter sequences keep their last state
             alive = (lengths > step).to(x.device)[:, None]
             new = tuple(torch.where(alive, fresh, old) for fresh, old in zip(new, now, strict=True))
@@ -204,7 +201,7 @@ def _state_rule(suffix: str, before: list[Tensor]) -> Any:
     return rule
 
 
-def _start_states(layer: Any, x: Tensor, state: Any, packed: PackedSequence | None) -> tuple[Tensor, ...]:
+def _start_states(layer: Any, x: Tensor, state: Any) -> tuple[Tensor, ...]:
     """(levels·directions, examples, width) for each part of a state, in the order of the padded examples."""
     count = 2 if layer.mode == "LSTM" else 1
     if state is None:

@@ -25,6 +25,7 @@ from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Piece, Rows
 from quell.torch.engine.rules import LOWERED, Rule, added, by_torch_func, embedding, linear, rule_for
 from quell.torch.engine.taps import per_row, swapped, tapped_linear
+from quell.torch.random_states import kept_states
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -255,9 +256,7 @@ def _refuse_numbers(layer: Layer, tokens: Tensor) -> None:
 
 def _outputs(module: nn.Module, layer: Layer, args: Any, kwargs: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """A layer's outputs with other parameters, always with the same random numbers."""
-    devices = list({p.device for p in module.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices), swapped([module], given):
-        torch.manual_seed(0)
+    with kept_states(), swapped([module], given):
         return [v for v in pytree.tree_leaves(layer.forward(*args, **kwargs)) if isinstance(v, Tensor)]
 
 

@@ -27,12 +27,11 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
-from quell.torch.clipping import norm_of
 from quell.torch.coupling import differ
 from quell.torch.engine.base import is_differentiable
-from quell.torch.engine.bounds import full_precision
+from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.pieces import sparing
-from quell.torch.random_states import own_states, set_own_states
+from quell.torch.random_states import kept_states, own_states, set_own_states
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -52,10 +51,6 @@ def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool
     if engine.sharded or any(parameter.device.type != _DEVICE for parameter in engine.params.values()):
         raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU: leave it out")
     model.forward = GraphedForward(engine, model, busy)
-
-
-class StaleReplayError(Exception):
-    """A replay's outputs are not those of the model."""
 
 
 class NotRecordedWarning(UserWarning):
@@ -85,10 +80,9 @@ class GraphedForward:
                 leaves, structure = pytree.tree_flatten((args, kwargs))
                 recording = self._recording(engine, leaves, structure)
                 if recording is not None:
-                    try:
-                        return recording.run(leaves, structure)
-                    except StaleReplayError:
-                        self._give_up("a replay differs from a pass that runs as usual, for other inputs")
+                    if (outputs := recording.run(leaves, structure)) is not None:
+                        return outputs
+                    self._give_up("a replay differs from a pass that runs as usual, for other inputs")
         return self.forward(*args, **kwargs)
 
     def _recording(self, engine: LayerEngine, leaves: list[Any], structure: Any) -> Recording | None:
@@ -170,33 +164,29 @@ class Recording:
             self._clip, (self.sums, self.norm, self.units) = self._recorded(lambda: self._clipped(found))
 
     def run(self, leaves: list[Any], structure: Any) -> Any:
-        """The forward pass for these inputs."""
+        """The outputs for these inputs; None where a replay's are not those of the model."""
         torch._foreach_copy_(self._tensors, [value for value in leaves if isinstance(value, Tensor)])
         self._replays += 1
         before = own_states() if self._replays == 2 else None
         made = _Replay.apply(self, self.engine.anchor)
-        if before is not None:
-            self._compare(made, before, pytree.tree_unflatten(leaves, structure))
+        if before is not None and not self._agrees(made, before, pytree.tree_unflatten(leaves, structure)):
+            set_own_states(before)
+            return None
         self.engine.open = self
         outputs = list(self._outputs)
         for place, value in zip(self._places, made, strict=True):
             outputs[place] = value
         return pytree.tree_unflatten(outputs, self._structure)
 
-    def _compare(self, made: Sequence[Tensor], before: Any, given: tuple[Any, Any]) -> None:
+    def _agrees(self, made: Sequence[Tensor], before: Any, given: tuple[Any, Any]) -> bool:
         """Are these the outputs that the model makes of these inputs, with equal random numbers?"""
-        after = own_states()
-        set_own_states(before)
-        with torch.no_grad():
+        with torch.no_grad(), kept_states(before):
             usual = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*given[0], **given[1])))
         real = [value for value in usual if isinstance(value, Tensor)]
-        pairs = zip(made, real, strict=True)
-        if any(
-            a.is_floating_point() and bool(differ(a.detach(), b, _APART[a.element_size() < 4]).any()) for a, b in pairs
-        ):
-            set_own_states(before)
-            raise StaleReplayError
-        set_own_states(after)
+        return not any(
+            a.is_floating_point() and bool(differ(a.detach(), b, _APART[a.element_size() < 4]).any())
+            for a, b in zip(made, real, strict=True)
+        )
 
     def replay_forward(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Copies of the outputs, and those of them that have no gradient."""

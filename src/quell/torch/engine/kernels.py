@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quell.torch.clipping import IN_A_ROW
-from quell.torch.engine.bounds import UNDERFLOW, wide
+from quell.torch.engine.bounds import IN_A_ROW, UNDERFLOW, wide
 from quell.torch.transfer import uploaded
 
 if TYPE_CHECKING:

@@ -26,10 +26,9 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured, clip_factors
-from quell.torch.clipping import norm_of
 from quell.torch.distributed import sum_over_ranks, world
 from quell.torch.engine.base import Engine
-from quell.torch.engine.bounds import full_precision
+from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap, other_rows
 from quell.torch.engine.pieces import Piece, Rows
@@ -38,7 +37,7 @@ from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
-from quell.torch.sharding import copies, is_sharded, own_share
+from quell.torch.sharding import copies, own_share
 from quell.torch.transfer import Awaited
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class LayerEngine(Engine):
     ) -> None:
         super().__init__(params, max_grad_norm, loss_reduction)
         self.model, self.rows_per_unit = model, rows_per_unit
-        self.sharded = any(is_sharded(parameter) for parameter in self.params.values())
         self.layers: dict[int, Layer] = {}
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # so that layers' outputs do
         self.idle = False  # whether layers run as if they had no taps
@@ -195,10 +193,6 @@ class LayerEngine(Engine):
         return finished
 
     # Replays of CUDA graphs
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.params.values())).device
 
     def trains(self) -> bool:
         """Whether a forward pass that comes now is the loop's own, for training, and the first batch was checked."""

@@ -10,7 +10,6 @@ a parameter around the model, which could not be clipped, is noticed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.engine.base import Engine, is_differentiable
+from quell.torch.random_states import kept_states, own_states
 
 _NOT_MAPPED = (
     "clipping='microbatch' takes layers that vmap understands, and no convolutions or norms under autocast: try "
@@ -40,8 +40,7 @@ class Inputs:
     structure: Any
     mapped: list[int]  # which of them have one row per example
     examples: int
-    device: torch.device
-    random_state: list[Tensor]
+    random_state: dict[str, Any]
     autocast: tuple[str, torch.dtype, bool]
 
     def part(self, first: int, stop: int) -> list[Tensor]:
@@ -79,7 +78,7 @@ class MicrobatchEngine(Engine):
         if self._inside or not self.model.training or not torch.is_grad_enabled():
             return self._plain_forward(*args, **kwargs)
         self.flush()
-        inputs = _inputs(args, kwargs, next(iter(self.params.values())).device)
+        inputs = _inputs(args, kwargs, self.device)
         with torch.no_grad():
             return self._cut(self._outputs(inputs, args, kwargs), inputs)
 
@@ -145,7 +144,7 @@ class MicrobatchEngine(Engine):
         per_example = vmap(pulled, in_dims=(None,) + (0,) * (count + len(inputs.mapped)), randomness="different")
 
         def micro_batches() -> Iterator[dict[str, Tensor]]:
-            with _same_random_numbers(inputs):
+            with kept_states(inputs.random_state):
                 for first, stop in self._bounds(inputs.examples):
                     made = per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
                     for name, scale in self.scales.items():
@@ -153,7 +152,7 @@ class MicrobatchEngine(Engine):
                     yield made
 
         with torch.no_grad(), in_a_sentence("the gradient of one example, by torch.func.vmap,", _NOT_MAPPED):
-            return sum_clipped(micro_batches, params, self.bounds)
+            return sum_clipped(micro_batches(), params, self.bounds)
 
     def _bounds(self, examples: int) -> list[tuple[int, int]]:
         return [(first, min(first + self.size, examples)) for first in range(0, examples, self.size)]
@@ -204,11 +203,8 @@ def _inputs(args: Any, kwargs: Any, device: torch.device) -> Inputs:
         raise QuellError("the model was called without a tensor: clipping='microbatch' needs to know the examples")
     examples = len(tensors[0])
     mapped = [place for place, v in enumerate(values) if isinstance(v, Tensor) and v.dim() and v.shape[0] == examples]
-    state = [torch.get_rng_state()]
-    if device.type == "cuda":
-        state.append(torch.cuda.get_rng_state(device))
     autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
-    return Inputs(values, structure, mapped, examples, device, state, autocast)
+    return Inputs(values, structure, mapped, examples, own_states(), autocast)
 
 
 def _refuse_late(given_up: list[bool]) -> None:
@@ -227,20 +223,3 @@ def _rows(leaves: Sequence[Tensor]) -> int:
             "example: let the model return such outputs and compute the loss from them, one per example"
         )
     return int(sizes.pop() or 0)
-
-
-class _same_random_numbers(AbstractContextManager[None]):  # noqa: N801 - reads as a statement
-    """Run under the random numbers of a forward pass, and leave the stream of random numbers as it was."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self._fork = torch.random.fork_rng(devices=[inputs.device] if inputs.device.type == "cuda" else [])
-
-    def __enter__(self) -> None:
-        self._fork.__enter__()
-        torch.set_rng_state(self.inputs.random_state[0])
-        for state in self.inputs.random_state[1:]:
-            torch.cuda.set_rng_state(state, self.inputs.device)
-
-    def __exit__(self, *problem: Any) -> None:
-        self._fork.__exit__(*problem)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quell.torch.clipping import IN_A_ROW
 from quell.torch.engine import kernels
-from quell.torch.engine.bounds import wide
+from quell.torch.engine.bounds import IN_A_ROW, wide
 from quell.torch.engine.pieces import Outer, Piece, Rows, chunk_of, norms_of_rows, sum_of_rows, whole
 
 # Per-unit gradients are kept, because making them twice takes time, if they take at most so many times the memory of
@@ -96,8 +95,6 @@ class Patches:
 
     def kept(self, shape: torch.Size) -> Piece:
         """This piece, or its per-unit gradients where those take less memory than what they are made from."""
-        if not self.units:
-            return Rows(self.g.new_zeros(0, *shape))
         held = self.g.numel() + self.x.numel()
         if shape.numel() * self.units > (held * _WORTH_MEMORY if self.g.is_cuda else max(held, _ROOM)):
             return self

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quell.torch.clipping import IN_A_ROW, row_norms
 from quell.torch.engine import kernels
-from quell.torch.engine.bounds import gram_norms, token_norms, wide
+from quell.torch.engine.bounds import IN_A_ROW, gram_norms, row_norms, token_norms, wide
 
 # Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but enough to be
 # worth a launch; on a CPU what stays in its cache.
@@ -99,8 +98,10 @@ class Outer:
             # The sum multiplies g by the weight in g's own precision: one rounding of every entry. In float64, because
             # the product of a norm whose squares underflow with a large one is of ordinary size.
             norms = [torch.linalg.vector_norm(values[:, 0], dim=1, dtype=torch.float64) for values in (self.g, self.a)]
-            finest = torch.finfo(self.g.dtype).tiny * _unit(self.g)  # what entries below the normal ones are rounded to
-            found = (norms[0] + finest * self.g.shape[2] ** 0.5) * norms[1] * (1 + _unit(self.g))
+            finest = torch.finfo(self.g.dtype).tiny * _spacing(
+                self.g
+            )  # what entries below the normal ones are rounded to
+            found = (norms[0] + finest * self.g.shape[2] ** 0.5) * norms[1] * (1 + _spacing(self.g))
             # Beside a longer factor, weighted entries of the other can be so small that rounding makes them larger.
             # Norms by Gram matrices are not finite there either, because squares overflow.
             return found.masked_fill(torch.maximum(*norms) > _FAR, torch.inf).float()
@@ -194,8 +195,6 @@ def whole(part: Outer, out: Tensor | None = None) -> Tensor:
 
 def kept(piece: Outer, shape: torch.Size) -> Piece:
     """The piece, or its per-unit gradients where those take less memory than what they are made from."""
-    if not piece.units:
-        return Rows(piece.g.new_zeros(0, *shape))
     held = piece.g.numel() + piece.a.numel()
     if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
         return Rows(whole(piece).view(-1, *shape))
@@ -232,7 +231,8 @@ def sum_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.mv(rows.t(), weights.to(rows.dtype))
 
 
-def _unit(values: Tensor) -> float:
+def _spacing(values: Tensor) -> float:
+    """From 1 to the next number: twice the unit of rounding."""
     return float(torch.finfo(values.dtype).eps)
 
 

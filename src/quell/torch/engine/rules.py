@@ -20,6 +20,7 @@ from quell.torch.engine import kernels
 from quell.torch.engine.bounds import wide, wide_type
 from quell.torch.engine.patches import Patches, Window
 from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, kept
+from quell.torch.random_states import kept_states
 from quell.torch.sharding import is_sharded
 from quell.torch.standardised import StandardisedConv2d, brought_back
 
@@ -99,10 +100,7 @@ def by_torch_func(own: dict[str, Tensor], call: Callable[..., Any], inputs: Any,
     `call(parameters, *inputs)` runs the layer; inputs with one row per example are split into rows.
     """
     examples = len(gradients[0])
-    if not examples:
-        yield from ((name, Rows(p.new_zeros(0, *p.shape))) for name, p in own.items())
-        return
-    mapped = tuple(0 if _has_rows(value, examples) else None for value in inputs)
+    mapped = tuple(0 if has_rows(value, examples) else None for value in inputs)
     if 0 not in mapped:
         raise QuellError("no input of it has a row per example")
 
@@ -133,8 +131,7 @@ def positions(values: Tensor, rows: int) -> Tensor:
     """(units, positions, features): all rows and positions of a unit in a line."""
     if rows == 1 and values.dim() == 3:
         return values
-    units, width = values.shape[0] // rows, values.shape[-1]
-    return values.reshape(units, values.numel() // (units * width) if units else rows, width)
+    return values.reshape(values.shape[0] // rows, -1, values.shape[-1])
 
 
 def summed(g: Tensor) -> Rows:
@@ -149,7 +146,7 @@ def _epsilon(layer: Any, x: Tensor) -> float:
     return float(torch.finfo(x.dtype).eps)
 
 
-def _has_rows(value: Any, examples: int) -> bool:
+def has_rows(value: Any, examples: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == examples
 
 
@@ -197,9 +194,8 @@ def _is_rms_norm(layer: nn.Module) -> bool:
     if set(own) != {"weight"} or own["weight"].dim() != 1 or list(layer.children()) or not _named_epsilon(layer):
         return False
     weight = own["weight"].detach()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        x = torch.randn(3, len(weight)).to(weight.device, weight.dtype) * 3
+    with torch.no_grad(), kept_states():
+        x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype) * 3
         try:
             found = layer(x)
         except Exception:  # a layer that wants something else is not one

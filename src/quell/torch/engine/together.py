@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quell.torch.clipping import IN_A_ROW
 from quell.torch.engine import kernels
-from quell.torch.engine.bounds import wide
+from quell.torch.engine.bounds import IN_A_ROW, wide
 from quell.torch.engine.patches import Patches
 from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, whole
 
