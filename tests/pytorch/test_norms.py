@@ -12,13 +12,14 @@ from torch import nn
 
 from quell.torch.clip_norms import Bound, Bounds, clip_factors
 from quell.torch.clipping import sum_clipped
-from quell.torch.engine import bounds, pieces
+from quell.torch.engine import bounds, patches, pieces
 from quell.torch.engine.bounds import full_precision, gram_norms, row_norms, token_norms
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.patches import Patches, Window
 from quell.torch.engine.pieces import Outer, Rows, Stacked, Tokens
 from quell.torch.engine.scales import Scale, scaled
 from quell.torch.engine.together import Tied, merged, sums_of, whole_norms
+from quell.torch.standardised import StandardisedConv2d
 
 EXAMPLES = 40
 PRECISIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -553,3 +554,41 @@ def test_clipping_is_in_full_precision_and_leaves_the_settings(monkeypatch):
     with pytest.raises(ZeroDivisionError), full_precision():
         raise ZeroDivisionError
     assert (matmul.fp32_precision, convolution.fp32_precision) == before
+
+
+def test_a_tied_embedding_with_one_position_in_bfloat16_is_clipped_to_its_bound():
+    """The sum rounds the weight and then the product; both are allowed for."""
+    random, longest = torch.Generator().manual_seed(0), 0.0
+    for _ in range(300):
+        level, height, ratio, scale = torch.rand(4, generator=random).tolist()
+        a = torch.full((1, 1, 8), 0.5 + level, dtype=torch.bfloat16)
+        h = torch.zeros(1, 1, 4, dtype=torch.bfloat16)
+        h[0, 0, 2] = (1 + height) * (1 + 4 * scale)
+        g = (a.float() * h[0, 0, 2].float() * (0.5 + ratio)).bfloat16()
+        piece = Tied(Tokens(g, torch.tensor([[2]]), 4, -1), Outer(h, a))
+        factors = clip_factors(whole_norms([[piece]]), Bound(1.0, False, frozenset()))
+        longest = max(longest, float(piece.sum(factors).double().norm()))
+    assert 0.99 < longest <= 1.0
+
+
+def test_scales_merge_no_standardised_convolution_with_a_plain_one(monkeypatch):
+    monkeypatch.setattr(patches, "_ROOM", 0)  # so that gradients are made anew each time, as those of large layers
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = StandardisedConv2d(4, 4, 3, padding=1, bias=False)
+            self.b = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return (self.a(x).tanh() + self.b(x).tanh()).flatten(1).sum(1)
+
+    torch.manual_seed(0)
+    model, x = Network(), torch.randn(4, 4, 3, 3)
+    engine = LayerEngine(model, dict(model.named_parameters()), 1e6, "sum")
+    engine.scales = {"a.weight": Scale(torch.ones(4), torch.ones(36))}
+    model(x).sum().backward()
+    ((found,),) = engine.collect()[1:]
+    (right,) = engine.unwatched(lambda: torch.autograd.grad(model(x).sum(), [model.a.weight]))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)

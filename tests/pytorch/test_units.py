@@ -107,6 +107,22 @@ def test_presence_changes_nobody_elses_bits():
     assert found[0][2] != found[1][2]
 
 
+def test_parts_of_a_batch_are_rounded_once():
+    """In float32 a part of 1 beside a sum of 2²⁴ is lost, as many of them as there are."""
+    data = TensorDataset(torch.tensor([[2.0**24], [1.0], [1.0], [1.0]]))
+    plan = without_noise(small_plan("identity", alone=True, examples=4, batch_size=4, epochs=1))
+    model = nn.Linear(1, 1, bias=False)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(float(model.weight.grad)))
+    options = {"physical_batch_size": 1, "loss_reduction": "sum", "key": seeded(3)}
+    model, optimizer, loader = make_private(model, optimizer, data, plan, 2.0**25, **options)
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    assert seen == [(2.0**24 + 4) / 4]  # 2²⁴ + 3, rounded to float32 once
+
+
 @pytest.mark.parametrize(("gradients", "allowed"), [("random", 1e-4), ("patterned", 0.004 * 20)])
 def test_an_example_that_is_absent_moves_sums_by_little_more_than_its_gradient(gradients, allowed):
     """Those after it move up a place, so every 128 may round differently (docs/pytorch.md)."""

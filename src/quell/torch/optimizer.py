@@ -150,13 +150,14 @@ class PrivateOptimizer(Optimizer):
         if unfinished.sums is None:
             unfinished.sums = sums
         else:
-            torch._foreach_add_(unfinished.sums, sums)
+            # In float64, and rounded once: added up in float32, one part would change how all later ones round.
+            unfinished.sums = [total.double().add_(part) for total, part in zip(unfinished.sums, sums, strict=True)]
 
     def add_noise(self) -> None:
         """The step's one row of noise, added to the sums over all ranks."""
         unfinished, self.run.unfinished = self.run.unfinished, Unfinished()
-        sums = unfinished.sums
-        assert sums is not None
+        assert unfinished.sums is not None
+        sums = [total.float() for total in unfinished.sums]
         if not self._sharded:
             sum_over_ranks(sums)
         self.run.release(sums, unfinished)

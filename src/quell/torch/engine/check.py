@@ -99,9 +99,9 @@ class FirstBatch:
             real = engine.unwatched(lambda: self._by_autograd(inputs[1], alone))
         if found := engine.sharing() - shared:
             raise QuellError(
-                f"{', '.join(sorted(found))} (Embedding) is given {rows} numbers whatever the batch size, and the "
-                f"first batch has {rows} rows, so they were taken for one token of each; give positions that all "
-                "examples share a first dimension of 1 (positions[None])"
+                f"{', '.join(sorted({name for name, _ in found}))} gets an input of {rows} rows whatever the batch "
+                f"size, and the first batch has {rows} rows, so they were taken for one of each example; give what all "
+                "examples share, such as positions or masks, a first dimension of 1 (mask[None])"
             )
         whole = torch.stack([g.double().norm() for g in real.values()]).norm()
         if not torch.isfinite(whole):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from quell.noise.stream import uncompiled
 from quell.torch.checks import in_a_sentence
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Piece, Rows
-from quell.torch.engine.rules import LOWERED, Rule, added, by_torch_func, embedding, linear, rule_for
+from quell.torch.engine.rules import LOWERED, Rule, added, by_torch_func, embedding, has_rows, linear, rule_for
 from quell.torch.engine.taps import per_row, swapped, tapped_linear
 from quell.torch.random_states import kept_states
 
@@ -47,6 +47,7 @@ class Layer:
     row_by_row: bool | None = None  # whether its parameters may be given to it once for every row
     whole: bool = False  # whether its parameters are those of the modules in it too
     shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
+    shared_inputs: set[int] = field(default_factory=set)  # without a rule: which all examples were seen to share
 
 
 class TappedForward:
@@ -151,6 +152,7 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
     made = [place for place, value in enumerate(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
     given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[place] for place in given]
+    layer.shared_inputs |= _shared_inputs(engine, tensors)
     kind = tensors[0].device.type if tensors else "cpu"
     lowered, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     for place in given:
@@ -169,12 +171,29 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
     def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
         with in_a_sentence(f"making per-example gradients of {engine.called(module)} by torch.func", _NOT_MAPPED):
             own = {name: p.detach() for name, p in module.named_parameters() if name in layer.trained}
-            return engine.unwatched(lambda: list(by_torch_func(own, call, inputs, gradients, rows)))
+            return engine.unwatched(
+                lambda: list(by_torch_func(own, call, inputs, layer.shared_inputs, gradients, rows))
+            )
 
     found = engine.tapped(module, rule, [outputs[place] for place in made], tensors)
     for place, value in zip(made, found, strict=True):
         outputs[place] = value
     return pytree.tree_unflatten(outputs, shape)
+
+
+def _shared_inputs(engine: LayerEngine, tensors: list[Tensor]) -> set[int]:
+    """Which are certainly no rows of examples: of another length, or a part of what the model holds.
+
+    An input that was so once is never split again: in a batch of another size it may be as long as that by chance, and
+    then everybody's gradient would change with one example more.
+    """
+    if engine.rows is None or len(tensors) < 2:  # of a single input there is no doubt
+        return set()
+    found = {place for place, value in enumerate(tensors) if not has_rows(value, engine.rows)}
+    if len(found) < len(tensors) - 1:
+        own = {buffer.untyped_storage().data_ptr() for buffer in engine.model.buffers()}
+        found |= {place for place, value in enumerate(tensors) if value.untyped_storage().data_ptr() in own}
+    return found
 
 
 def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[str, Tensor]:

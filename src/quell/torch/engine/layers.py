@@ -121,9 +121,11 @@ class LayerEngine(Engine):
         finally:
             self.idle = before
 
-    def sharing(self) -> set[str]:
-        """The embeddings that were seen to get one row of positions for all examples."""
-        return {layer.name for layer in self.layers.values() if layer.shared}
+    def sharing(self) -> set[tuple[str, int]]:
+        """The layers, and which of their inputs, that were seen to get something that all examples share."""
+        layers = self.layers.values()
+        inputs = {(layer.name, place) for layer in layers for place in layer.shared_inputs}
+        return inputs | {(layer.name, 0) for layer in layers if layer.shared}
 
     def called(self, module: nn.Module) -> str:
         return f"{self.layers[id(module)].name} ({type(module).__name__})"

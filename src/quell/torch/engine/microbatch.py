@@ -72,15 +72,73 @@ class MicrobatchEngine(Engine):
         self._plain_forward: Callable[..., Any] = model.forward
         self._inside = False  # whether the model is being run by this engine
         self._open: Pass | None = None
+        self._shared: set[tuple[str, int]] = set()  # places of arguments that all examples were seen to share
+        self._looked = False  # whether those that are as long as a batch were seen to follow it
         model.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._inside or not self.model.training or not torch.is_grad_enabled():
             return self._plain_forward(*args, **kwargs)
         self.flush()
-        inputs = _inputs(args, kwargs, self.device)
+        inputs = self._inputs(args, kwargs)
         with torch.no_grad():
+            self._require_rows(inputs)
             return self._cut(self._outputs(inputs, args, kwargs), inputs)
+
+    def _inputs(self, args: Any, kwargs: Any) -> Inputs:
+        """What was given, and which of it has a row per example: never what was of another length once.
+
+        In a batch of another size that may be as long by chance, and then everybody's gradient would change.
+        """
+        values, structure = pytree.tree_flatten((args, kwargs))
+        tensors = {place: value for place, value in enumerate(values) if isinstance(value, Tensor) and value.dim()}
+        if not tensors:
+            raise QuellError("the model was called without a tensor: clipping='microbatch' needs to know the examples")
+        examples, way, kind = len(next(iter(tensors.values()))), str(structure), self.device.type
+        own = {buffer.untyped_storage().data_ptr() for buffer in self.model.buffers()}
+        self._shared |= {
+            (way, place)
+            for place, value in tensors.items()
+            if len(value) != examples or value.untyped_storage().data_ptr() in own
+        }
+        mapped = [place for place in tensors if (way, place) not in self._shared]
+        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return Inputs(values, structure, mapped, examples, own_states(), autocast)
+
+    def _require_rows(self, inputs: Inputs) -> None:
+        """Refuse a first batch in which something that all examples share is as long as the batch.
+
+        Without its last row, the outputs of the others must stay the same.
+        """
+        if self._looked or inputs.examples < 2 or len(inputs.mapped) < 2:
+            return
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()  # without dropout
+        try:
+            whole = self._plainly(inputs, inputs.examples)
+            fewer = self._plainly(inputs, inputs.examples - 1)
+            same = all(torch.allclose(a[:-1], b, rtol=0.05, atol=1e-3) for a, b in zip(whole, fewer, strict=True))
+        except (RuntimeError, IndexError, ValueError):
+            same = False
+        finally:
+            for module, training in modes:
+                module.training = training
+        if not same:
+            raise QuellError(
+                f"the model was given several tensors of {inputs.examples} rows, and without their last ones other "
+                "outputs change: one may be shared by all examples and be as long as the first batch by chance; give "
+                "it a first dimension of 1 (mask[None]), or keep it in the model as a buffer"
+            )
+        self._looked = True
+
+    def _plainly(self, inputs: Inputs, rows: int) -> list[Tensor]:
+        """The outputs with a row per example, of the first examples."""
+        values = list(inputs.values)
+        for place, value in zip(inputs.mapped, inputs.part(0, rows), strict=True):
+            values[place] = value
+        args, kwargs = pytree.tree_unflatten(values, inputs.structure)
+        made = pytree.tree_leaves(self._plain_forward(*args, **kwargs))
+        return [v for v in made if isinstance(v, Tensor) and v.is_floating_point() and v.shape[:1] == (rows,)]
 
     def _outputs(self, inputs: Inputs, args: Any, kwargs: Any) -> Any:
         if not inputs.examples:
@@ -194,17 +252,6 @@ class _Example:
     def rebuilt(self, tensors: list[Tensor]) -> Any:
         waiting = iter(tensors)
         return pytree.tree_unflatten([next(waiting) if o is None else o for o in self.others], self.spec)
-
-
-def _inputs(args: Any, kwargs: Any, device: torch.device) -> Inputs:
-    values, structure = pytree.tree_flatten((args, kwargs))
-    tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
-    if not tensors:
-        raise QuellError("the model was called without a tensor: clipping='microbatch' needs to know the examples")
-    examples = len(tensors[0])
-    mapped = [place for place, v in enumerate(values) if isinstance(v, Tensor) and v.dim() and v.shape[0] == examples]
-    autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
-    return Inputs(values, structure, mapped, examples, own_states(), autocast)
 
 
 def _refuse_late(given_up: list[bool]) -> None:

@@ -71,6 +71,8 @@ class Patches:
     window: Window
     groups: int
     through: Callable[[Tensor], Tensor] | None = None  # what (units, channels out, rest) gradients still go through
+    standardised: bool = False  # whether they go back through the standardisation of the weight
+    held: int | None = None  # how many numbers the whole of it has, where this is a part
 
     @property
     def units(self) -> int:
@@ -79,7 +81,7 @@ class Patches:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What pieces of one weight must share to be one piece with more rows."""
-        return self.g.shape[2:], self.x.shape[2:], self.window, self.groups, self.through is None
+        return self.g.shape[2:], self.x.shape[2:], self.window, self.groups, self.standardised
 
     def norms(self) -> Tensor:
         return torch.cat(list(self._of_each(lambda rows, some: norms_of_rows(rows))))
@@ -91,11 +93,15 @@ class Patches:
         return first
 
     def of(self, units: slice) -> Patches:
-        return replace(self, g=self.g[units], x=self.x[units])
+        return replace(self, g=self.g[units], x=self.x[units], held=self._held)
+
+    @property
+    def _held(self) -> int:
+        return self.held or self.g.numel() + self.x.numel()
 
     def kept(self, shape: torch.Size) -> Piece:
         """This piece, or its per-unit gradients where those take less memory than what they are made from."""
-        held = self.g.numel() + self.x.numel()
+        held = self._held
         if shape.numel() * self.units > (held * _WORTH_MEMORY if self.g.is_cuda else max(held, _ROOM)):
             return self
         if self.through is not None:
@@ -126,7 +132,7 @@ class Patches:
         width = self.x.shape[2] * math.prod(self.window.kernel)
         unfolded = self.g[:1, :, 0].numel() * width
         weight = self.g.shape[2] * width // self.groups
-        count = chunk_of(self.g, max(unfolded, weight), self.g.numel() + self.x.numel())
+        count = chunk_of(self.g, max(unfolded, weight), self._held)
         if not kernels.take_rows(self.g):  # then sums take some units at a time, which must be cut in the same places
             count = min(IN_A_ROW, 1 << count.bit_length() - 1)
         for g, x in zip(self.g.split(count), self.x.split(count), strict=True):

@@ -57,7 +57,8 @@ def convolution(
     g = by_unit(gradients[0], rows)
     if layer.weight.requires_grad:
         x = by_unit(inputs[0].to(g.dtype), rows)
-        yield "weight", Patches(g, x, Window.of(layer), layer.groups, through).kept(layer.weight.shape)
+        found = Patches(g, x, Window.of(layer), layer.groups, through, standardised=through is not None)
+        yield "weight", found.kept(layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
         yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=wide_type(g)))
 
@@ -94,13 +95,16 @@ def channel_normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tup
         yield "bias", Rows(added(shifts, rows))
 
 
-def by_torch_func(own: dict[str, Tensor], call: Callable[..., Any], inputs: Any, gradients: Any, rows: int) -> Pieces:
+def by_torch_func(
+    own: dict[str, Tensor], call: Callable[..., Any], inputs: Any, shared: set[int], gradients: Any, rows: int
+) -> Pieces:
     """Any layer: its per-row gradients by running it again under vmap, for its `own` parameters alone.
 
-    `call(parameters, *inputs)` runs the layer; inputs with one row per example are split into rows.
+    `call(parameters, *inputs)` runs the layer; inputs with one row per example are split into rows, except for those
+    that all examples share and that are as long by chance.
     """
     examples = len(gradients[0])
-    mapped = tuple(0 if has_rows(value, examples) else None for value in inputs)
+    mapped = tuple(0 if has_rows(v, examples) and place not in shared else None for place, v in enumerate(inputs))
     if 0 not in mapped:
         raise QuellError("no input of it has a row per example")
 

@@ -66,8 +66,8 @@ class Tied:
         sizes = [torch.linalg.vector_norm(values, dim=2, dtype=g.dtype) + 1e-16 * width**0.5 for values in (g, made, a)]
         size = sizes[0].double().sum(1) * (sizes[1].double() * sizes[2].double()).sum(1)
         off = (width + places + positions + 8) * torch.finfo(g.dtype).eps / 2
-        if positions == 1:  # where weights are applied in the precision of the output's gradient
-            off += torch.finfo(made.dtype).eps / 2
+        if positions == 1:  # weights, and what they are multiplied with, are rounded to the precision of this gradient
+            off += torch.finfo(made.dtype).eps
         return torch.cat(found).nan_to_num(torch.inf, torch.inf, torch.inf) + 1.001 * off * size
 
 

@@ -1,0 +1,92 @@
+"""What all examples share may be as long as a batch by chance, and is not taken for rows of examples then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from quell import QuellError
+from quell.torch.engine.layers import LayerEngine
+from quell.torch.engine.microbatch import MicrobatchEngine
+
+PLACES, WIDTH = 16, 4
+SIGNS = torch.where(torch.arange(PLACES) < 4, 1.0, -1.0)[:, None].contiguous()
+
+
+class Weigh(nn.Module):
+    """A layer without a rule, which takes a weight for every position."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, weights):
+        return x * weights * self.w
+
+
+class Network(nn.Module):
+    """Gets the weights from the loop, has them as a buffer, or computes them."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.layer, self.where = Weigh(), where
+        self.register_buffer("signs", SIGNS.clone())
+
+    def forward(self, x, *given):
+        weights = {"argument": given, "buffer": (self.signs,), "computed": (self.signs * 1.0,)}[self.where]
+        return self.layer(x, *weights).mean(1).sum(1)
+
+
+def clipped(clipping, where, sizes):
+    """The sums of the last of several batches of these sizes."""
+    model = Network(where)
+    params = dict(model.named_parameters())
+    if clipping == "layers":
+        engine = LayerEngine(model, params, 1.0, "sum")
+    else:
+        engine = MicrobatchEngine(model, params, 1.0, "sum", 32)
+    data = 3 + torch.randn(40, PLACES, WIDTH, generator=torch.Generator().manual_seed(0)).abs()
+    for size in sizes:
+        model(data[:size], *((SIGNS,) if where == "argument" else ())).sum().backward()
+        (total,) = engine.collect()[1]
+    return total
+
+
+WAYS = [("layers", "argument"), ("layers", "buffer"), ("layers", "computed"), ("microbatch", "argument")]
+
+
+@pytest.mark.parametrize(("clipping", "where"), [*WAYS, ("microbatch", "buffer")])
+def test_a_batch_as_long_as_a_shared_input_is_like_any_other(clipping, where):
+    before, there = (clipped(clipping, where, [7, size]) for size in (PLACES - 1, PLACES))
+    assert float((there - before).norm()) <= 1 + 1e-4
+
+
+@pytest.mark.parametrize(("clipping", "where"), WAYS)
+def test_a_first_batch_as_long_as_a_shared_input(clipping, where):
+    """It is refused where nobody can tell yet."""
+    if where == "buffer":
+        assert torch.equal(clipped(clipping, where, [PLACES]), clipped(clipping, where, [7, PLACES]))
+    else:
+        with pytest.raises(QuellError, match=r"first batch|by autograd"):
+            clipped(clipping, where, [PLACES])
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2)
+
+    def forward(self, one, other):
+        return self.layer(one * other)
+
+
+def test_several_tensors_of_a_batch_are_rows():
+    model, plain = Both(), Both()
+    plain.load_state_dict(model.state_dict())
+    engine = MicrobatchEngine(model, dict(model.named_parameters()), 1e6, "sum", 3)
+    one, other = torch.randn(2, 5, WIDTH)
+    model(one, other).sum().backward()
+    plain(one, other).sum().backward()
+    for found, parameter in zip(engine.collect()[1], plain.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)
