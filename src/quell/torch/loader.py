@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from quell.errors import QuellError, require_count
 from quell.torch.augmentation import Augmentation
+from quell.torch.nested import is_texts, leaves, mapped
 from quell.torch.run import Portion, TrainingRun
 from quell.torch.transfer import uploaded
 
@@ -294,7 +294,7 @@ class Collated:
     def _require_order(self, examples: list[Any], batch: Any) -> None:
         """Units are consecutive rows, so a function that sorts them would mix units up."""
         turned, count = self.collate(examples[::-1]), len(examples)
-        pairs = zip(pytree.tree_leaves(batch), pytree.tree_leaves(turned), strict=True)
+        pairs = zip(leaves(batch), leaves(turned), strict=True)
         rows = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.dim() and len(a) == count]
         if any(a.shape != b.shape or not torch.equal(a, b.flip(0)) for a, b in rows):
             raise QuellError(
@@ -324,19 +324,20 @@ def _filled(batch: Any, real: int, rows: int) -> Any:
             )
         return torch.cat([value, value.new_zeros(rows - real, *value.shape[1:])]) if real < rows else value
 
-    return pytree.tree_map(fill, batch)
+    return mapped(fill, batch)
 
 
 def _without_rows(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return {key: _without_rows(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_without_rows, batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_without_rows(value) for value in batch if not isinstance(value, (str, bytes)))
-    raise QuellError(
-        f"an empty batch cannot be made of {type(batch).__name__}: let the collate function return tensors, and "
-        "mappings, lists and tuples of them"
-    )
+    """The batch of nobody, from one of somebody."""
+
+    def emptied(value: Any) -> Any:
+        if isinstance(value, Tensor) or is_texts(value):
+            return value[:0]
+        if isinstance(value, (str, bytes)):  # which says the same about every batch
+            return value
+        raise QuellError(
+            f"an empty batch cannot be made of {type(value).__name__}: let the collate function return tensors, and "
+            "mappings, lists, tuples and dataclasses of them"
+        )
+
+    return mapped(emptied, batch)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
 from quell.torch.coupling import Batch
 from quell.torch.distributed import gather
+from quell.torch.nested import tensors_in
 from quell.torch.random_states import own_states, set_own_states
 from quell.torch.sharding import is_sharded
 from quell.torch.tape import Tape
@@ -105,8 +105,8 @@ class Probe:
         tape.go_on()
         if torch.is_grad_enabled():
             known = tape.known()
-            for value in pytree.tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor) and id(value) not in known:
+            for value in tensors_in((args, kwargs)):
+                if id(value) not in known:
                     tape.add_rows(value)
             tape.note_model(module, args, kwargs, outputs, self._began)
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.coupling import restored_buffers
 from quell.torch.engine.composite import COMPOSITES
+from quell.torch.nested import mapped, tensors_in
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -149,7 +149,7 @@ class FirstBatch:
 def _cut(inputs: Any, rows: int, unit: int, units: list[int]) -> Any:
     """The inputs with these units only."""
     chosen = [unit * number + row for number in units for row in range(unit)]
-    return pytree.tree_map(lambda v: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
+    return mapped(lambda v: _rows(v, chosen) if _has_rows(v, rows) else v, inputs)
 
 
 def _only(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
@@ -215,7 +215,7 @@ def _rows(value: Tensor, chosen: list[int]) -> Tensor:
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:
-    return [value for value in pytree.tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+    return [value for value in tensors_in(outputs) if value.requires_grad]
 
 
 def _pairs(outputs: list[Tensor], gradients: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

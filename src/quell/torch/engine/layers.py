@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured, clip_factors
@@ -38,6 +37,7 @@ from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
+from quell.torch.nested import tensors_in
 from quell.torch.sharding import copies, is_sharded, own_share
 from quell.torch.transfer import Awaited
 
@@ -99,7 +99,7 @@ class LayerEngine(Engine):
         if model is self.model:
             self.running = torch.is_grad_enabled() and not self.idle
         if model is self.model and self.running:
-            tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim()]
+            tensors = [v for v in tensors_in((args, kwargs)) if v.dim()]
             self.rows = len(tensors[0]) if tensors else None
             self.given = {v.untyped_storage().data_ptr() for v in tensors}
             if self._first is not None:
