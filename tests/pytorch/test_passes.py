@@ -125,6 +125,27 @@ def test_a_part_of_a_batch_may_leave_out_a_head(engine_of):
     torch.testing.assert_close(both, [2 * one[0], 2 * one[1], one[2], one[3]])
 
 
+def test_the_comparison_with_autograd_waits_for_a_call_of_the_model():
+    """Parts of a model that are called by themselves cannot be run again together."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.layer(x.flip(0))
+
+    model = Turned()
+    engine = engine_of(model)
+    model.layer(torch.randn(8, 5)).square().sum().backward()
+    assert engine.collect()[0] == 8
+    model(torch.randn(8, 5)).square().sum().backward()
+    with pytest.raises(QuellError, match=r"the gradient of one example for layer\.\w+ has norm"):
+        engine.collect()
+
+
 # The order of passes
 
 

@@ -54,13 +54,16 @@ class FirstBatch:
             value.register_hook(lambda gradient, place=place: keep(gradient, place))
 
     def compare(self) -> bool:
-        """Refuse gradients that are not autograd's. Whether this batch could show it: not where all are zero."""
+        """Refuse gradients that are not autograd's. Whether this batch could show it.
+
+        One whose gradients are all zero cannot, nor one on which the loop called parts of the model instead of it.
+        """
         inputs, gradients, engine = self._inputs, self._gradients, self.engine
         self._inputs = None  # the loss, and with it the hooks of its outputs, may live on
         rows, unit = engine.rows, engine.rows_per_unit
         known = [gradient for gradient in gradients if gradient is not None]
         if inputs is None or not known or not rows:
-            return True  # the model was not called as a whole
+            return False  # the model was not called as a whole, and there is nothing to run again
         own_loss = all(not g.dim() for g in known)
         with_rows = all(g.dim() and len(g) == rows for g in known)
         units = rows // unit
