@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quell.errors import QuellError
+from quell.torch.clip_norms import clip_factors
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.standardised import StandardisedConv2d
 
@@ -227,6 +228,35 @@ def test_layers_have_the_gradients_of_autograd(make, inputs, unit):
     assert seen == len(x) // unit
     for found, right in zip(sums, expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-4 * bound)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("instead", ["zeros", "another"])
+@pytest.mark.parametrize(("make", "inputs"), LAYERS)
+def test_presence_changes_nobody_elses_bits(make, inputs, instead):
+    """With other numbers in one example's row, the norms, factors and sums of the others are bitwise the same."""
+    torch.manual_seed(0)
+    x, gone = inputs(), 1
+    replaced = x.clone()
+    replaced[gone] = 0 if instead == "zeros" else x[2]
+    found = []
+    for rows in (x, replaced):
+        torch.manual_seed(0)
+        model = nn.Sequential(make())
+        engine = LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+        output = model(rows)
+        (output * torch.linspace(1, 2, output.numel()).view(output.shape)).sum().backward()
+        pieces, units = engine.pieces_of(engine.take_finished()[0])
+        engine.clipped(pieces, units, units)
+        ((norms, bound),) = engine.measured
+        others = torch.arange(units) != gone
+        factors = clip_factors(norms, bound)
+        sums = engine._sums_of(pieces, factors * others)  # made of all rows, of which one counts for nothing
+        own = engine._sums_of(pieces, (~others).float())
+        found.append(((norms[others], factors[others], sums), own))
+    (seen, own), (seen_now, own_now) = found
+    torch.testing.assert_close(seen, seen_now, rtol=0, atol=0)
+    assert any(not torch.equal(own[name], own_now[name]) for name in own)  # it is another example
 
 
 def test_positions_that_might_be_tokens_are_refused_unless_they_were_seen_to_be_positions():
