@@ -57,7 +57,7 @@ def loop(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tensor]:
         fully_shard(model, **({"mp_policy": LOWERED} if "bf16" in name else {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     plan = small_plan("bsr", alone=True, momentum=0.5)
-    if name == "ddp":
+    if name.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)
     key = key_in(folder, name)
     model, optimizer, loader = make_private(model, optimizer, examples(), plan, key=key, ema=0.9)
@@ -65,7 +65,9 @@ def loop(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tensor]:
     while step < plan.steps:
         for x, y in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=name == "ddp, bf16"):
+                loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
             optimizer.step()
             step += 1
             if step == stop:
@@ -93,7 +95,7 @@ def hugging_face(folder: Path, name: str, stop: int | None) -> dict[str, torch.T
     saving = {"save_strategy": "steps", "save_steps": CHECKPOINT, "per_device_train_batch_size": 3, "use_cpu": True}
     kind = PrivateTrainer
     saving["bf16"] = "bf16" in name
-    if "bf16" in name or ("fsdp" in name and dist.get_world_size() > 1):
+    if "fsdp" in name and ("bf16" in name or dist.get_world_size() > 1):
         files = "SHARDED_STATE_DICT" if "sharded" in name else "FULL_STATE_DICT"
         saving |= {
             "fsdp": True,
@@ -124,11 +126,12 @@ def lightning(folder: Path, name: str, stop: int | None) -> dict[str, torch.Tens
     private = Private(small_plan("bsr", alone=True), examples(), key=key_in(folder, name), physical_batch_size=3)
     world, sharded = dist.get_world_size(), "fsdp" in name
     module = Sharded() if sharded else Module()
-    strategy = {"strategy": "ddp", "devices": world} if world > 1 else {"devices": 1}
+    precision = {"precision": "bf16-mixed" if "bf16" in name else "32-true"}
+    strategy = {"strategy": "ddp", "devices": world, **precision} if world > 1 else {"devices": 1, **precision}
     if sharded:
         meshes = {"data_parallel_size": world, "tensor_parallel_size": 1}
         kind = ModelParallelStrategy(**meshes, save_distributed_checkpoint="sharded" in name)
-        strategy = {"strategy": kind, "devices": world, "precision": "bf16-mixed" if "bf16" in name else "32-true"}
+        strategy = {"strategy": kind, "devices": world, **precision}
     path = folder / f"{name}.ckpt"
     keep = pl.callbacks.ModelCheckpoint(folder, filename=name, every_n_train_steps=CHECKPOINT)
     extra = {"enable_checkpointing": True} if stop else {}

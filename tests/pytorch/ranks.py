@@ -29,7 +29,7 @@ SCENARIOS = {  # name: clipping, sharded, mechanism, sampling
     "ddp empty": ("layers", False, "identity", "poisson"),
     "fsdp empty": ("layers", True, "identity", "poisson"),
 }
-KINDS = ("ddp", "fsdp", "fsdp, sharded", "fsdp, bf16")  # what launched.py runs, by a loop and in trainers
+KINDS = ("ddp", "ddp, bf16", "fsdp", "fsdp, sharded", "fsdp, bf16")  # what launched.py runs, by a loop and in trainers
 WAYS = [f"{way}{kind}" for way in ("", "hugging face ", "lightning ") for kind in KINDS]
 
 

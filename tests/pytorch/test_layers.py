@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from quell.errors import QuellError
+from quell.torch.clip_norms import clip_factors
 from quell.torch.engine.layers import LayerEngine
+from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.standardised import StandardisedConv2d
 
 
@@ -227,6 +229,83 @@ def test_layers_have_the_gradients_of_autograd(make, inputs, unit):
     assert seen == len(x) // unit
     for found, right in zip(sums, expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-4 * bound)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("instead", ["zeros", "another"])
+@pytest.mark.parametrize(("make", "inputs"), LAYERS)
+def test_presence_changes_nobody_elses_bits(make, inputs, instead):
+    """With other numbers in one example's row, the norms, factors and sums of the others are bitwise the same."""
+    torch.manual_seed(0)
+    x, gone = inputs(), 1
+    replaced = x.clone()
+    replaced[gone] = 0 if instead == "zeros" else x[2]
+    found = []
+    for rows in (x, replaced):
+        torch.manual_seed(0)
+        model = nn.Sequential(make())
+        engine = LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+        output = model(rows)
+        (output * torch.linspace(1, 2, output.numel()).view(output.shape)).sum().backward()
+        pieces, units = engine.pieces_of(engine.take_finished()[0])
+        engine.clipped(pieces, units, units)
+        ((norms, bound),) = engine.measured
+        others = torch.arange(units) != gone
+        factors = clip_factors(norms, bound)
+        sums = engine._sums_of(pieces, factors * others)  # made of all rows, of which one counts for nothing
+        own = engine._sums_of(pieces, (~others).float())
+        found.append(((norms[others], factors[others], sums), own))
+    (seen, own), (seen_now, own_now) = found
+    torch.testing.assert_close(seen, seen_now, rtol=0, atol=0)
+    assert any(not torch.equal(own[name], own_now[name]) for name in own)  # it is another example
+
+
+OPTIONS = {
+    "kdim and vdim": {"kdim": 4, "vdim": 5},
+    "add_bias_kv": {"add_bias_kv": True},
+    "add_zero_attn": {"add_zero_attn": True},
+}
+
+
+class Attended(nn.Module):
+    """Attention with keys and values of other widths than the queries, if it has options for that."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(6, 2, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.layer(x, x[..., : self.layer.kdim].square(), x[..., : self.layer.vdim])[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_attention_with_options_goes_by_micro_batches(options):
+    torch.manual_seed(0)
+    model, x = Attended(**options).double(), torch.randn(4, 5, 6, dtype=torch.float64)
+    weights = torch.randn_like(model(x))
+    alone = alone_gradients(model, x, weights)
+    bound, expected = clipped(alone)
+    refused, made = copy.deepcopy(model), copy.deepcopy(model)
+    engine = MicrobatchEngine(made, dict(made.named_parameters()), bound, "sum", 3)
+    engine.keeps_norms = True
+    (made(x) * weights).sum().backward()
+    seen, sums = engine.collect()
+    assert seen == 4
+    norms = torch.stack([torch.cat([part.flatten() for part in gradient]).norm() for gradient in alone])
+    torch.testing.assert_close(torch.cat(engine.take_norms())[:, 0].double(), norms, rtol=1e-6, atol=0)
+    for found, right in zip(sums, expected, strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=0, atol=1e-4 * bound)
+    LayerEngine(refused, dict(refused.named_parameters()), 1.0, "sum")
+    with pytest.raises(QuellError, match=r"layer \(MultiheadAttention\) has kdim, vdim, add_bias_kv.*microbatch"):
+        refused(x)
+
+
+def test_a_projected_lstm_is_refused():
+    """Also by micro-batches: vmap has no rule for nn.LSTM."""
+    model = First(nn.LSTM(6, 4, proj_size=2, batch_first=True))
+    LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    with pytest.raises(QuellError, match=r"layer \(LSTM\) has proj_size: use an LSTM without it"):
+        model(torch.randn(4, 5, 6))
 
 
 def test_positions_that_might_be_tokens_are_refused_unless_they_were_seen_to_be_positions():

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quell.errors import QuellError
 from quell.torch.engine.layers import LayerEngine
+from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.private import make_private
 
 from .conftest import small_plan
@@ -21,6 +22,13 @@ from .training import clipped_gradient, examples, network, seeded, train, withou
 
 def engine_of(model, bound=1.0, reduction="sum", unit=1):
     return LayerEngine(model, dict(model.named_parameters()), bound, reduction, unit)
+
+
+def by_microbatch(model, bound=1.0):
+    return MicrobatchEngine(model, dict(model.named_parameters()), bound, "sum", 3)
+
+
+both_engines = pytest.mark.parametrize("engine_of", [engine_of, by_microbatch])
 
 
 def small():
@@ -51,7 +59,8 @@ class Heads(nn.Module):
 # Layers that a loss leaves out
 
 
-def test_a_layer_without_a_gradient_in_the_first_step_is_named():
+@both_engines
+def test_a_layer_without_a_gradient_in_the_first_step_is_named(engine_of):
     """It would get noise and never learn. Batches without examples tell nothing about it."""
     model = Heads()
     engine = engine_of(model)
@@ -62,7 +71,8 @@ def test_a_layer_without_a_gradient_in_the_first_step_is_named():
         engine.collect()
 
 
-def test_a_layer_that_no_output_depends_on_is_named():
+@both_engines
+def test_a_layer_that_no_output_depends_on_is_named(engine_of):
     class Idle(Heads):
         def forward(self, x):
             self.right(x)  # nobody looks at it
@@ -75,7 +85,20 @@ def test_a_layer_that_no_output_depends_on_is_named():
         engine.collect()
 
 
-def test_a_head_may_be_left_out_later_and_trains_when_it_is_back():
+@both_engines
+def test_a_gradient_of_zero_is_a_gradient(engine_of):
+    """As the first factor of LoRA has in the first step, because the second one is zero."""
+    model = nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(2, 3, bias=False))
+    nn.init.zeros_(model[1].weight)
+    engine = engine_of(model)
+    model(torch.randn(8, 5)).sum().backward()
+    seen, sums = engine.collect()
+    assert seen == 8
+    assert [bool(total.any()) for total in sums] == [False, True]
+
+
+@both_engines
+def test_a_head_may_be_left_out_later_and_trains_when_it_is_back(engine_of):
     model = Heads()
     engine = engine_of(model)
     for losses, trained in ((sum, 4), (lambda heads: heads[0], 2), (sum, 4)):
@@ -85,7 +108,8 @@ def test_a_head_may_be_left_out_later_and_trains_when_it_is_back():
         assert [bool(total.any()) for total in sums] == [True] * trained + [False] * (4 - trained)
 
 
-def test_a_part_of_a_batch_may_leave_out_a_head():
+@both_engines
+def test_a_part_of_a_batch_may_leave_out_a_head(engine_of):
     """Then another part has it, and both are parts of one step."""
 
     def parts(first_has_it):
@@ -99,6 +123,27 @@ def test_a_part_of_a_batch_may_leave_out_a_head():
     (seen, both), (_, one) = parts(True), parts(False)
     assert seen == 16
     torch.testing.assert_close(both, [2 * one[0], 2 * one[1], one[2], one[3]])
+
+
+def test_the_comparison_with_autograd_waits_for_a_call_of_the_model():
+    """Parts of a model that are called by themselves cannot be run again together."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.layer(x.flip(0))
+
+    model = Turned()
+    engine = engine_of(model)
+    model.layer(torch.randn(8, 5)).square().sum().backward()
+    assert engine.collect()[0] == 8
+    model(torch.randn(8, 5)).square().sum().backward()
+    with pytest.raises(QuellError, match=r"the gradient of one example for layer\.\w+ has norm"):
+        engine.collect()
 
 
 # The order of passes

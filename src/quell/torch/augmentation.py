@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
+from quell.torch.nested import leaves, mapped, tensors_in
 from quell.torch.random_states import kept_states, own_states
 
 _LOOKS = 4  # first batches that are changed twice
@@ -82,7 +82,7 @@ class Augmentation:
         made = self.change(inputs)
         for units in self._chosen(count // self.rows):
             stays = units.repeat_interleave(self.rows)
-            others = pytree.tree_map_only(Tensor, partial(self._others_replaced, stays=stays), inputs)
+            others = mapped(partial(self._others_replaced, stays=stays), inputs)
             with kept_states(before):
                 again = self.change(others)
             self._require_apart(made, again, stays)
@@ -97,8 +97,10 @@ class Augmentation:
         places = torch.from_numpy(self._random.permutation(units))
         return [places == 0, places == 1, places < units // 2]
 
-    def _others_replaced(self, value: Tensor, stays: Tensor) -> Tensor:
+    def _others_replaced(self, value: Any, stays: Tensor) -> Any:
         """Units that do not stay become copies of a neighbour."""
+        if not isinstance(value, Tensor):
+            return value
         if not value.dim() or len(value) != len(stays):
             return value.clone()
         source = torch.arange(len(stays)) + torch.where(stays, 0, self.rows)
@@ -106,7 +108,7 @@ class Augmentation:
         return value[source.to(value.device)]
 
     def _require_apart(self, made: Any, again: Any, stays: Tensor) -> None:
-        for first, second in zip(pytree.tree_leaves(made), pytree.tree_leaves(again), strict=True):
+        for first, second in zip(leaves(made), leaves(again), strict=True):
             if not isinstance(first, Tensor) or not first.dim():
                 continue
             if len(first) != len(stays):
@@ -124,7 +126,7 @@ class Augmentation:
 
 
 def _rows(inputs: Any) -> int:
-    tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.dim()]
+    tensors = [value for value in tensors_in(inputs) if value.dim()]
     if not tensors:
-        raise QuellError("augment needs batches of tensors, or of lists, tuples and mappings of them")
+        raise QuellError("augment needs batches of tensors, or of lists, tuples, mappings and dataclasses of them")
     return len(tensors[0])

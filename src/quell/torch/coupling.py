@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from quell.torch.nested import tensors_in
 from quell.torch.tape import Tape
 
 _PER_EXAMPLE = (
@@ -223,4 +223,4 @@ def _out_of_place(changes: Sequence[Tensor], stays: Sequence[Tensor]) -> bool:
 
 
 def _floats(values: Any) -> list[Tensor]:
-    return [v.detach() for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
+    return [v.detach() for v in tensors_in(values) if v.is_floating_point()]

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from quell.errors import QuellError, require_count
 from quell.torch.augmentation import Augmentation
+from quell.torch.in_memory import IndexedAtOnce, indexed_at_once
+from quell.torch.nested import is_texts, leaves, mapped
 from quell.torch.run import Portion, TrainingRun
-from quell.torch.transfer import uploaded
 
 _KEPT = (
     "num_workers",
@@ -39,6 +39,11 @@ _KEPT = (
 def dataset_of(data: Any) -> Dataset[Any]:
     """The examples behind a Dataset or a DataLoader."""
     dataset = data.dataset if isinstance(data, DataLoader) else data
+    if _is_columns(dataset):
+        raise QuellError(
+            f"the data is a {type(dataset).__name__} of arrays, not of examples: pass TensorDataset(x, y), or "
+            "StackDataset(x, y) for NumPy arrays, both of torch.utils.data"
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise QuellError(
             f"{type(dataset).__name__} has no length and no index: the plan decides who is in a batch, so pass a "
@@ -47,6 +52,14 @@ def dataset_of(data: Any) -> Dataset[Any]:
     if isinstance(data, DataLoader) and data.batch_sampler is None:
         raise QuellError("the DataLoader forms no batches (batch_size=None): pass its dataset instead")
     return dataset
+
+
+def _is_columns(data: Any) -> bool:
+    """Whether these are inputs and labels, as other libraries take them: few arrays of many rows, or named ones."""
+    parts = list(data.values()) if isinstance(data, Mapping) else data
+    if not isinstance(data, (tuple, Mapping)) or not all(isinstance(p, (Tensor, np.ndarray)) and p.ndim for p in parts):
+        return False
+    return len(parts) > 0 and len({len(part) for part in parts}) == 1 and len(parts) < len(parts[0])
 
 
 class PlannedLoader(DataLoader[Any]):
@@ -72,11 +85,11 @@ class PlannedLoader(DataLoader[Any]):
             kept["generator"] = torch.Generator()
             self._seeds = run.noise.key.derive("quell workers")
         collate = default_collate if given is None else given.collate_fn
-        in_memory = type(dataset) is TensorDataset and collate is default_collate
-        if in_memory:
-            dataset, collate = IndexedAtOnce(dataset.tensors), list
+        at_once = indexed_at_once(dataset) if collate is default_collate else None
+        if at_once is not None:
+            dataset = at_once
         if fixed_shape is None:
-            fixed_shape = in_memory  # where rows of zeros are surely harmless
+            fixed_shape = at_once is not None  # where rows of zeros are surely harmless
         self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape, never_empty)
         rows = self._planned.rows
         self._augmentation = None if augment is None else Augmentation(augment, rows)
@@ -245,23 +258,6 @@ def _usual_size(run: TrainingRun) -> int:
     return max(1, math.ceil(mean + spread))
 
 
-class IndexedAtOnce(Dataset[Any]):
-    """The rows of tensors, a whole batch by one index."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor[index] for tensor in self.tensors)
-
-    def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        chosen = {device: uploaded(indices, device) for device in {tensor.device for tensor in self.tensors}}
-        return [tensor.index_select(0, chosen[tensor.device]) for tensor in self.tensors]
-
-
 _LOOKS = 3  # first batches whose order of rows is checked
 
 
@@ -278,23 +274,29 @@ class Collated:
         self.collate, self.dataset, self.size, self.rows = collate, dataset, size, rows
         self._never_empty, self._looks = never_empty, _LOOKS
 
-    def __call__(self, examples: list[Any]) -> Any:
-        nobody = not (len(examples[0]) if self._indexed else examples)
-        if nobody and self._never_empty and self.size is None:
+    def __call__(self, examples: Any) -> Any:
+        """The batch of these examples: a list of them, or the batch itself where the data set makes it at once."""
+        count = len(next(leaves(examples))) if self._indexed else len(examples)
+        if not count and self._never_empty and self.size is None:
             return self._first(self.rows)
-        batch = self.collate(examples) if examples else _without_rows(self._first(1))
-        if self.rows > 1 and self._looks and not self._indexed and len(examples) > self.rows:
+        batch = self._batch(examples, count)
+        return batch if self.size is None else _filled(batch, count, self.size * self.rows)
+
+    def _batch(self, examples: Any, count: int) -> Any:
+        if self._indexed:
+            return examples
+        if not count:
+            return _without_rows(self._first(1))
+        batch = self.collate(examples)
+        if self.rows > 1 and self._looks and count > self.rows:
             self._require_order(examples, batch)
             self._looks -= 1
-        if self.size is None:
-            return batch
-        real = len(batch[0]) if self._indexed else len(examples)
-        return _filled(batch, real, self.size * self.rows)
+        return batch
 
     def _require_order(self, examples: list[Any], batch: Any) -> None:
         """Units are consecutive rows, so a function that sorts them would mix units up."""
         turned, count = self.collate(examples[::-1]), len(examples)
-        pairs = zip(pytree.tree_leaves(batch), pytree.tree_leaves(turned), strict=True)
+        pairs = zip(leaves(batch), leaves(turned), strict=True)
         rows = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.dim() and len(a) == count]
         if any(a.shape != b.shape or not torch.equal(a, b.flip(0)) for a, b in rows):
             raise QuellError(
@@ -324,19 +326,20 @@ def _filled(batch: Any, real: int, rows: int) -> Any:
             )
         return torch.cat([value, value.new_zeros(rows - real, *value.shape[1:])]) if real < rows else value
 
-    return pytree.tree_map(fill, batch)
+    return mapped(fill, batch)
 
 
 def _without_rows(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return {key: _without_rows(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_without_rows, batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_without_rows(value) for value in batch if not isinstance(value, (str, bytes)))
-    raise QuellError(
-        f"an empty batch cannot be made of {type(batch).__name__}: let the collate function return tensors, and "
-        "mappings, lists and tuples of them"
-    )
+    """The batch of nobody, from one of somebody."""
+
+    def emptied(value: Any) -> Any:
+        if isinstance(value, Tensor) or is_texts(value):
+            return value[:0]
+        if isinstance(value, (str, bytes)):  # which says the same about every batch
+            return value
+        raise QuellError(
+            f"an empty batch cannot be made of {type(value).__name__}: let the collate function return tensors, and "
+            "mappings, lists, tuples and dataclasses of them"
+        )
+
+    return mapped(emptied, batch)

@@ -107,7 +107,7 @@ def make_private(
         rows_per_user: How many rows a user brings to a step, taken in turn from all of the user's. The mean of their
             gradients is clipped as one. Users with fewer rows bring some of them more than once.
         fixed_shape: Fill batches of random size up to one size with rows of zeros, which count for nobody. Default: on
-            GPUs, for a `TensorDataset`.
+            GPUs, for data in memory (`TensorDataset`, `StackDataset` of tensors or arrays, and a `Subset` of these).
         cuda_graphs: Record the model's passes and the clipping after a few steps and replay them, for steps that Python
             slows down. Needs batches of one shape. What Python decides in the model is decided once. Passes that cannot
             be recorded run as usual, with a warning.

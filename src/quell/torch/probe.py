@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
 from quell.torch.coupling import Batch
 from quell.torch.distributed import gather
+from quell.torch.nested import tensors_in
 from quell.torch.random_states import kept_states, own_states
 from quell.torch.sharding import any_sharded
 from quell.torch.tape import Tape
@@ -105,8 +105,8 @@ class Probe:
         tape.go_on()
         if torch.is_grad_enabled():
             known = tape.known()
-            for value in pytree.tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor) and id(value) not in known:
+            for value in tensors_in((args, kwargs)):
+                if id(value) not in known:
                     tape.add_rows(value)
             tape.note_model(module, args, kwargs, outputs, self._began)
 
@@ -116,7 +116,7 @@ class Probe:
         if not any(entry.model for entry in tape.entries):
             self._give_up("the loop did not call the model that was made private, but parts of it")
             return
-        self._refuse_parameters(tape)
+        self._refuse_strangers(tape)
         left = self._left
         with kept_states():
             problem = self._problem(tape)
@@ -140,21 +140,16 @@ class Probe:
         self._left, self._checked = self._left - 1, True
         return problem
 
-    def _refuse_parameters(self, tape: Tape) -> None:
-        """A parameter that gets into the loss around the model has a gradient of no example, and of no layer."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+    def _refuse_strangers(self, tape: Tape) -> None:
+        """A trainable tensor that is not the model's; the model's own parameters are the engine's to refuse."""
+        own = {id(parameter) for parameter in self.model.parameters()}
         for leaf in _leaves(tape):
-            if id(leaf) in names:
+            if id(leaf) not in own:
                 raise QuellError(
-                    f"the loss reaches {names[id(leaf)]} around the model's output, where it cannot be clipped: leave "
-                    "parameters out of the loss (an L2 penalty is the optimizer's weight_decay), or use them in the "
-                    "model's forward"
+                    f"the loss uses a trainable tensor of shape {tuple(leaf.shape)} that is not the model's, and would "
+                    "be trained without clipping and noise: make it a parameter of the model, and let the optimizer "
+                    "hold it, or detach it"
                 )
-            raise QuellError(
-                f"the loss uses a trainable tensor of shape {tuple(leaf.shape)} that is not the model's, and would be "
-                "trained without clipping and noise: make it a parameter of the model, and let the optimizer hold it, "
-                "or detach it"
-            )
 
 
 def _leaves(tape: Tape) -> Iterator[Tensor]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from quell.torch.nested import leaves, mapped, tensors_in
 from quell.torch.random_states import own_states, set_own_states
 
 Values = dict[int, Any]  # by the id of what stands on the tape
@@ -78,7 +78,7 @@ class _Entry:
     function: Callable[..., Any]
     args: Any
     kwargs: Any
-    made: list[Any]  # tensors and numbers, in the order of pytree
+    made: list[Any]  # tensors and numbers, in the order of `leaves`
     autocast: tuple[str, torch.dtype, bool]
     model: bool = False
     random: Any = None  # the random numbers that the model began with, and went on from
@@ -104,9 +104,10 @@ class Tape:
         """Watch the tensors of a batch."""
         self._started = own_states()
         Tape.running = self
-        for tensor in _tensors_in(batch):
-            self.add_rows(tensor)
-            self._watch(tensor)
+        for tensor in tensors_in(batch):
+            if type(tensor) is Tensor:
+                self.add_rows(tensor)
+                self._watch(tensor)
 
     def add_rows(self, tensor: Tensor) -> None:
         """A tensor that has one row per example, along its first dimension or its second."""
@@ -130,14 +131,14 @@ class Tape:
         """Write an operation down; what it made is watched from now on."""
         if function is Tensor.item:
             made = _numeric(made)
-        found = [value for value in pytree.tree_leaves(made) if isinstance(value, (Tensor, _Number))]
+        found = [value for value in leaves(made) if isinstance(value, (Tensor, _Number))]
         if found or getattr(function, "__name__", "") in ("__setitem__", "register_hook"):
             self._write(_Entry(function, args, kwargs, found, _autocast(found)))
         return made
 
     def note_model(self, model: Any, args: Any, kwargs: Any, made: Any, began: Any) -> None:
         """Write a pass through the model down."""
-        found = [value for value in pytree.tree_leaves(made) if isinstance(value, Tensor)]
+        found = tensors_in(made)
         self.model_nodes += [value.grad_fn for value in found]
         self._write(_Entry(model, args, kwargs, found, _autocast(found), True, (began, own_states())))
 
@@ -201,16 +202,16 @@ class Tape:
             return (loss if weights is None else loss * weights).sum(), made
 
     def _again(self, entry: _Entry, values: Values, sources: Sequence[int], rerun: bool) -> list[Any]:
-        args, kwargs = pytree.tree_map(lambda value: values.get(id(value), value), (entry.args, entry.kwargs))
+        args, kwargs = mapped(lambda value: values.get(id(value), value), (entry.args, entry.kwargs))
         if not entry.model:
-            made = pytree.tree_leaves(entry.function(*args, **kwargs))
+            made = list(leaves(entry.function(*args, **kwargs)))
             number = entry.made and isinstance(entry.made[0], _Number)
             return made if number else [value for value in made if isinstance(value, Tensor)]
         began, went_on = entry.random
         if rerun:
             set_own_states(began)
             with torch.no_grad():
-                found = [v for v in pytree.tree_leaves(entry.function(*args, **kwargs)) if isinstance(v, Tensor)]
+                found = tensors_in(entry.function(*args, **kwargs))
         else:
             found = [self._filled(value, sources) for value in entry.made]
         set_own_states(went_on)
@@ -222,18 +223,3 @@ class Tape:
 def _autocast(made: Sequence[Any]) -> tuple[str, torch.dtype, bool]:
     device = next((value.device.type for value in made if isinstance(value, Tensor)), "cpu")
     return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-
-
-def _tensors_in(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        if type(batch) is Tensor:
-            yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _tensors_in(value)
-    elif is_dataclass(batch):
-        for each in fields(batch):
-            yield from _tensors_in(getattr(batch, each.name))

@@ -27,6 +27,7 @@ class Engine(ABC):
     clipping: ClassVar[str]  # as the user names it
     sees_norms: ClassVar[bool] = True  # of single gradients
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
+    unseen: ClassVar[str | None] = None  # where gradients pass this engine by; None: those are the loop's own business
 
     def __init__(
         self, params: Mapping[str, nn.Parameter], max_grad_norm: ClipNorm | Bounds, loss_reduction: str
@@ -42,6 +43,7 @@ class Engine(ABC):
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
         self._norms: list[Tensor] = []
+        self._missing = set(self.params)  # that no example has brought a gradient for yet
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +60,13 @@ class Engine(ABC):
 
     def collect(self) -> tuple[int, list[Tensor]]:
         """(examples, sums by parameter) since the last call; the sums are this rank's unless parameters are sharded."""
+        self._refuse_unseen()
         self.flush()
+        if self._seen and self._missing:
+            raise QuellError(
+                f"no gradient came for {', '.join(sorted(self._missing))} in the first step, so it would get noise and "
+                "never train: freeze it (requires_grad_(False)), or let the loss use it"
+            )
         seen, sums = self._seen, self._sums
         self._seen, self._sums = 0, {}
         return seen, [sums[name].float() if name in sums else _zeros(p) for name, p in self.params.items()]
@@ -91,6 +99,16 @@ class Engine(ABC):
     def flush(self) -> None:
         """Clip whatever finished backward passes have left."""
 
+    def _refuse_unseen(self) -> None:
+        """Refuse gradients that autograd made for a parameter: they came by a way on which nothing is clipped."""
+        reached = [name for name, parameter in self.params.items() if parameter.grad is not None]
+        if self.unseen is not None and reached:
+            raise QuellError(
+                f"the loss reaches {reached[0]} {self.unseen}, where it cannot be clipped: call the layer instead of "
+                "using its parameter (peft: target_modules, not target_parameters), and leave parameters out of the "
+                "loss (an L2 penalty is the optimizer's weight_decay)"
+            )
+
     def _take(self, examples: int, clipped: Clipped) -> None:
         """Add the sums of this rank's `examples`, which must not be larger than so many clipped gradients can make."""
         self._require_bounded(clipped.norm, clipped.examples)
@@ -111,8 +129,12 @@ class Engine(ABC):
             )
 
     def _add(self, examples: int, sums: Mapping[str, Tensor]) -> None:
-        """Add a physical batch's sums; in float64 from the second one on, so that none changes how others round."""
+        """Add a physical batch's sums, of the parameters that its loss uses.
+
+        In float64 from the second one on, so that none changes how others round.
+        """
         self._seen += examples
+        self._missing -= sums.keys()
         for name, value in sums.items():
             self._sums[name] = self._sums[name].double().add_(value) if name in self._sums else value
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.coupling import restored_buffers
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.rules import has_rows
+from quell.torch.nested import mapped, tensors_in
 from quell.torch.random_states import kept_states, own_states
 
 if TYPE_CHECKING:
@@ -57,13 +57,16 @@ class FirstBatch:
             value.register_hook(lambda gradient, place=place: keep(gradient, place))
 
     def compare(self) -> bool:
-        """Refuse gradients that are not autograd's. Whether this batch could show it: not where all are zero."""
+        """Refuse gradients that are not autograd's. Whether this batch could show it.
+
+        One whose gradients are all zero cannot, nor one on which the loop called parts of the model instead of it.
+        """
         inputs, gradients, engine = self._inputs, self._gradients, self.engine
         self._inputs = None  # the loss, and with it the hooks of its outputs, may live on
         rows, unit = engine.rows, engine.rows_per_unit
         known = [gradient for gradient in gradients if gradient is not None]
         if inputs is None or not known or not rows:
-            return True  # the model was not called as a whole
+            return False  # the model was not called as a whole, and there is nothing to run again
         own_loss = all(not g.dim() for g in known)
         with_rows = all(g.dim() and len(g) == rows for g in known)
         units = rows // unit
@@ -150,7 +153,7 @@ class FirstBatch:
 def _cut(inputs: Any, rows: int, unit: int, units: list[int]) -> Any:
     """The inputs with these units only."""
     chosen = [unit * number + row for number in units for row in range(unit)]
-    return pytree.tree_map(lambda v: _rows(v, chosen) if has_rows(v, rows) else v, inputs)
+    return mapped(lambda v: _rows(v, chosen) if has_rows(v, rows) else v, inputs)
 
 
 def _only(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
@@ -212,7 +215,7 @@ def _rows(value: Tensor, chosen: list[int]) -> Tensor:
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:
-    return [value for value in pytree.tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+    return [value for value in tensors_in(outputs) if value.requires_grad]
 
 
 def _pairs(outputs: list[Tensor], gradients: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

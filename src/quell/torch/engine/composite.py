@@ -99,7 +99,7 @@ def recurrent(
     step by a tensor of zeros that is added to them.
     """
     if getattr(layer, "proj_size", 0):
-        raise QuellError(f"{engine.called(layer)} has proj_size: use clipping='microbatch', or an LSTM without it")
+        raise QuellError(f"{engine.called(layer)} has proj_size: use an LSTM without it, and a Linear after it")
     packed = inputs if isinstance(inputs, PackedSequence) else None
     x, lengths = pad_packed_sequence(packed, batch_first=True) if packed is not None else (inputs, None)
     if packed is None and not layer.batch_first:

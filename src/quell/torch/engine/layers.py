@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured, clip_factors
@@ -37,6 +36,7 @@ from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
+from quell.torch.nested import tensors_in
 from quell.torch.sharding import copies, own_share
 from quell.torch.transfer import Awaited
 
@@ -48,6 +48,7 @@ Found = dict[str, list[Piece]]  # by the parameter's name
 
 class LayerEngine(Engine):
     clipping = "layers"
+    unseen = "outside its layer"
 
     def __init__(
         self,
@@ -72,7 +73,6 @@ class LayerEngine(Engine):
         self._finished: list[Found] = []
         self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
         self._outer: dict[int, int] = {}  # of a backward pass inside another, which reentrant checkpoints have
-        self._missing = set(self.params)  # that no backward pass has brought a gradient for yet
         self._first = None if self.sharded else FirstBatch(self)
         self.measured: Measured = []  # the units that were clipped last, before clipping
         self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
@@ -97,7 +97,7 @@ class LayerEngine(Engine):
         if model is self.model:
             self.running = torch.is_grad_enabled() and not self.idle
         if model is self.model and self.running:
-            tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim()]
+            tensors = [v for v in tensors_in((args, kwargs)) if v.dim()]
             self.rows = len(tensors[0]) if tensors else None
             self.given = {v.untyped_storage().data_ptr() for v in tensors}
             if self._first is not None:
@@ -227,13 +227,6 @@ class LayerEngine(Engine):
                 "several forward passes came in one step, of which one was replayed from a CUDA graph, so their "
                 "gradients cannot be clipped as one: leave cuda_graphs out"
             )
-        for name, parameter in self.params.items():
-            if parameter.grad is not None:
-                raise QuellError(
-                    f"the loss reaches {name} outside its layer, where it cannot be clipped: call the layer instead of "
-                    "using its parameter (peft: target_modules, not target_parameters), and leave parameters out of "
-                    "the loss (weight decay belongs to the optimizer)"
-                )
         with torch.no_grad(), full_precision():
             for found in finished:
                 self._clip(found)
@@ -243,11 +236,6 @@ class LayerEngine(Engine):
             self._keep_norms(recording.measured, examples)
             own = torch._foreach_mul(list(recording.sums.values()), 1.0)  # the next replay overwrites its sums
             self._take_sums(examples, dict(zip(recording.sums, own, strict=True)), recording.norm)
-        if self._seen and self._missing:
-            raise QuellError(
-                f"no gradient came for {', '.join(sorted(self._missing))} in the first step, so it would get noise and "
-                "never train: freeze it (requires_grad_(False)), or let the loss use it"
-            )
 
     def _clip(self, found: Found) -> None:
         pieces, units = self.pieces_of(found)
@@ -264,7 +252,6 @@ class LayerEngine(Engine):
 
     def pieces_of(self, found: Found) -> tuple[dict[Names, list[Piece]], int]:
         """All pieces of a backward pass, and of how many units they are."""
-        self._missing -= set(found)
         if self.scales:
             found = {
                 name: [scaled(piece, self.scales[name]) for piece in merged(parts)] for name, parts in found.items()

@@ -58,6 +58,7 @@ class Pass:
 
 class MicrobatchEngine(Engine):
     clipping = "microbatch"
+    unseen = "around the model's output, or in eval mode (call model.train())"
 
     def __init__(
         self,
@@ -167,12 +168,6 @@ class MicrobatchEngine(Engine):
         if all(leaf.grad is None for leaf in done.leaves):
             done.given_up.append(True)
             return
-        for name, parameter in self.params.items():
-            if parameter.grad is not None:
-                raise QuellError(
-                    f"the loss reaches {name} around the model's output, where it cannot be clipped: leave parameters "
-                    "out of the loss (weight decay belongs to the optimizer)"
-                )
         examples = _rows(done.leaves)
         if examples != done.inputs.examples:
             raise QuellError(
@@ -180,7 +175,30 @@ class MicrobatchEngine(Engine):
             )
         factor = examples if self.mean_loss else 1
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * factor for leaf in done.leaves]
-        self._take(examples, self._clip(done.inputs, gradients))
+        clipped = self._clip(done.inputs, gradients)
+        if unused := self._unused(done, clipped.sums):
+            clipped = clipped._replace(sums={n: total for n, total in clipped.sums.items() if n not in unused})
+        self._take(examples, clipped)
+
+    def _unused(self, done: Pass, sums: Mapping[str, Tensor]) -> set[str]:
+        """Of the parameters that have had no gradient yet, those that this loss does not use.
+
+        torch.func gives them gradients of zero, which a parameter that is used can have too. Autograd's record of one
+        example tells them apart.
+        """
+        zero = [name for name in self._missing if not bool(sums[name].any())]
+        if not zero or not done.inputs.examples:
+            return set(zero)
+        params = {name: parameter.requires_grad_() for name, parameter in self._detached().items()}
+        with kept_states(done.inputs.random_state), torch.enable_grad():
+            outputs = _Example(self, done.inputs)(params, *(row[0] for row in done.inputs.part(0, 1)))
+            pairs = zip(outputs, done.leaves, strict=True)
+            used = [output for output, leaf in pairs if leaf.grad is not None and output.requires_grad]
+            if not used:
+                return set(zero)
+            weights = [torch.zeros_like(output) for output in used]
+            found = torch.autograd.grad(used, [params[name] for name in zero], weights, allow_unused=True)
+        return {name for name, gradient in zip(zero, found, strict=True) if gradient is None}
 
     def discard(self) -> None:
         super().discard()
