@@ -107,11 +107,11 @@ TASKS = {
 }
 RECIPES = {
     "sgd": Recipe(sgd, 4.0),
-    "adamw": Recipe(adamw, 2e-3),
+    "adamw": Recipe(adamw, 0.032),
     "automatic": Recipe(sgd, 4.0, {"max_grad_norm": "automatic"}),
     "averaged": Recipe(sgd, 4.0, {"ema": 0.98}),
-    "scaled": Recipe(adamw, 2e-3, {"scale_gradients": True}),
-    "corrected": Recipe(adamw, 1e-3, {"correct_moments": True}),
+    "scaled": Recipe(adamw, 0.064, {"scale_gradients": True}),
+    "corrected": Recipe(adamw, 0.032, {"correct_moments": True}),
 }
 # What recipes have that are not studied with all mechanisms.
 ONE, TWO_EPSILONS = ("BandMF p=16", "cyclic_poisson"), (2.0, 9.0)

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from quell import QuellError
-from quell.jax import check, clipped_grad, clipping, privatize
+from quell import QuellError, plan
+from quell.jax import batches, check, clipped_grad, clipping, privatize
 from quell.planning import Plan
 from tests.noise import cases
 
@@ -242,3 +242,17 @@ def test_refusals() -> None:
             sums(PARAMS, batch, None)
     with pytest.raises(QuellError, match="mask has shape"):
         sums(PARAMS, (X, Y), np.ones(3, bool))
+
+
+def test_batches_of_random_size_need_their_mask():
+    asked = {"examples": 200, "batch_size": 20, "epochs": 1, "epsilon": 8, "delta": 1e-3}
+    planned = plan(**asked, sampling="poisson", memory=0)
+    private = privatize(planned, jnp.zeros(3), max_grad_norm=1.0)
+    sums = clipped_grad(lambda w, x: w @ x, private)
+    indices, mask = batches(private, 200)[0]
+    rows = jnp.ones((len(indices), 3))
+    with pytest.raises(QuellError, match="come padded"):
+        sums(jnp.zeros(3), (rows,), None)
+    with pytest.raises(QuellError, match="True or False"):
+        sums(jnp.zeros(3), (rows,), mask.astype(np.float32))
+    assert float(jnp.linalg.norm(sums(jnp.zeros(3), (rows,), mask))) <= mask.sum() + 1e-3

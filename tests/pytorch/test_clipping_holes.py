@@ -306,7 +306,7 @@ class Shifted(nn.Module):
 def test_positions_as_many_as_examples_are_refused(own_loss):
     model = Shifted(own_loss)
     engine = engine_of(model)
-    with pytest.raises(QuellError, match=r"places \(Embedding\) is given 12 numbers whatever the batch size"):
+    with pytest.raises(QuellError, match=r"places gets an input of 12 rows whatever the batch size"):
         _norm_of_sum(engine, model(torch.randint(0, 9, (12, 12))).sum())
 
 

@@ -65,7 +65,8 @@ def clipped_grad(
 
     Returns:
         `sums(params, batch, mask)`: `batch` is a tuple of pytrees whose first axis is that of units, `mask` says
-        which units count; None if all do. The result has the tree of `params`, in float32, for `update`.
+        which units count; None if all do, which is refused where the plan's batches are padded. The result has the
+        tree of `params`, in float32, for `update`.
         Micro-batches in which no unit counts are skipped. With norms it is `(sums, norms)`: the norms before clipping
         are infinite where they are not finite, and NaN where a unit does not count.
 
@@ -95,8 +96,14 @@ def clipped_grad(
         if not isinstance(batch, tuple) or len(shapes) != 1 or shapes == {()}:
             raise QuellError("batch must be a tuple of arrays, or trees of them, that all have one row per unit")
         (count,) = shapes.pop()
-        if mask is not None and jnp.shape(mask) != (count,):
+        if mask is None:
+            _require_full_batches(private)
+        elif jnp.shape(mask) != (count,):
             raise QuellError(f"mask has shape {jnp.shape(mask)}, but the batch has {count:,} rows: one entry for each")
+        elif not jnp.issubdtype(jnp.result_type(mask), jnp.bool_):
+            raise QuellError(
+                f"mask has entries of {jnp.result_type(mask)}: a unit counts or not, so pass True or False"
+            )
         total, norms = as_xla_shards(added_up, params, batch, mask)
         return (total, norms) if with_norms else total
 
@@ -125,6 +132,16 @@ def clipped_grad(
         return tree.unflatten(high for high, _ in total), norms.reshape(-1)[:count]
 
     return sums
+
+
+def _require_full_batches(private: Private | None) -> None:
+    """Refuse a missing mask where batches come padded: rows that count for nobody would be clipped and added."""
+    drawn = None if private is None else private.drawn
+    if drawn is not None and not (drawn.scheme.equal_sizes and float(drawn.expected_size).is_integer()):
+        raise QuellError(
+            "batches of this plan come padded to one size, so mask=None would count rows of padding: pass the mask "
+            "that quell.jax.batches gives with the indices"
+        )
 
 
 def _of_run(private: Private, rows_per_unit: int | None) -> tuple[float, int | None]:

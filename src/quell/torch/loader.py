@@ -335,8 +335,6 @@ def _without_rows(batch: Any) -> Any:
     def emptied(value: Any) -> Any:
         if isinstance(value, Tensor) or is_texts(value):
             return value[:0]
-        if isinstance(value, (str, bytes)):  # which says the same about every batch
-            return value
         raise QuellError(
             f"an empty batch cannot be made of {type(value).__name__}: let the collate function return tensors, and "
             "mappings, lists, tuples and dataclasses of them"

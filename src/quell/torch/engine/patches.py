@@ -81,7 +81,8 @@ class Patches:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What pieces of one weight must share to be one piece with more rows."""
-        return self.g.shape[2:], self.x.shape[2:], self.window, self.groups, self.standardised
+        way = (self.standardised, self.through is None)
+        return self.g.shape[2:], self.x.shape[2:], self.window, self.groups, way
 
     def norms(self) -> Tensor:
         return torch.cat(list(self._of_each(lambda rows, some: norms_of_rows(rows))))
