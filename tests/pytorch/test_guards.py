@@ -177,6 +177,16 @@ def test_a_key_without_its_ledger(tmp_path, plan):
         private(plan, key=tmp_path / "key")
 
 
+def test_a_ledger_without_its_key(tmp_path, plan):
+    model, optimizer, loader = private(plan, key=tmp_path / "key")
+    train(model, optimizer, loader, steps=2)
+    optimizer.close()
+    (tmp_path / "key").unlink()
+    with pytest.raises(QuellError, match=r"the key .* is missing, but its ledger"):
+        private(plan, key=tmp_path / "key")
+    assert not (tmp_path / "key").exists()
+
+
 def test_a_failed_attempt_leaves_the_key_free(tmp_path, plan):
     with pytest.raises(QuellError, match="micro_batch=0") as kept:  # with its traceback, as a notebook does
         private(plan, "microbatch", key=tmp_path / "key", micro_batch=0)

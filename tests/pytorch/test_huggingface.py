@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from quell.errors import QuellError
-from quell.torch import make_private
+from quell.torch import PlanMismatchWarning, make_private
 from quell.watching import Log
 from tests.pytorch.conftest import small_plan
 from tests.pytorch.training import logged_rows, without_noise
@@ -174,6 +174,25 @@ def test_training_resumes_from_a_checkpoint(plan, tmp_path):
     assert [row["step"] for row in logged_rows(tmp_path / "log")] == ["5", "10"]
     with pytest.raises(QuellError, match="steps \\(2 epochs\\) are done"):
         resumed.train()
+
+
+def test_an_evaluation_after_a_checkpoint_does_not_keep_a_run_from_resuming(plan, tmp_path):
+    """At the end of an epoch the checkpoint comes first, and a resumed run skips the evaluation."""
+    saving = {"save_strategy": "steps", "save_steps": plan.run.steps_per_epoch, "eval_strategy": "epoch"}
+    private, more = {"key": tmp_path / "key"}, {"eval_dataset": Sentences(False)}
+    straight = trainer_of(bert(0.3), tmp_path, plan, private, saving, **more)
+    straight.train()
+    straight.optimizer.close()
+    resumed = trainer_of(bert(0.3), tmp_path / "again", plan, private, saving | {"save_strategy": "no"}, **more)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{plan.run.steps_per_epoch}"))
+    for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_training_for_fewer_epochs_than_planned_is_a_warning(plan, tmp_path):
+    trainer = trainer_of(bert(), tmp_path, plan, None, {"num_train_epochs": 1})
+    with pytest.warns(PlanMismatchWarning, match="after 5 of the 10 planned steps"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("make", [bert, gpt2])

@@ -24,6 +24,11 @@ def opened(key: Key | str | Path | None, seed: int | None, ledger: str | Path | 
         path = Path(key)
         kept = kept or _ledger_of(path)
         if not path.exists():
+            if kept.exists() and _released(kept) != 0:
+                raise QuellError(
+                    f"the key {path} is missing, but its ledger {kept} knows of steps that it released: restore the "
+                    "key, or move the ledger away to start a new run with a new key"
+                )
             Ledger(kept).close()  # before the key, which is not to be used without it
             Key.generate().save(path)
         elif not kept.exists():

@@ -30,6 +30,7 @@ from quell.torch.loader import PlannedLoader, PlannedSteps
 from quell.torch.losses import ExampleLosses, losses_for, next_token_losses, without_tokens_after_padding
 from quell.torch.padding import refuse_padding_that_counts
 from quell.torch.private import make_private
+from quell.torch.random_states import kept_states
 from quell.torch.sharding import dealt
 from quell.torch.shards import has_slices, read_slices, write_slices
 
@@ -117,6 +118,11 @@ class PrivateTrainer(Trainer):
             self.optimizer._is_accelerate_prepared = True  # else accelerate would wrap it, and load a state to move it
             self.optimizer.step_was_skipped = False  # what Trainer asks of an optimizer that accelerate has prepared
         return self._planned
+
+    def evaluate(self, *arguments: Any, **options: Any) -> Any:
+        """As `Trainer.evaluate`. It leaves random numbers as they were: a resumed run may skip it."""
+        with kept_states():
+            return super().evaluate(*arguments, **options)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """The next planned step; how many tokens it has is not asked for, because the loss does not depend on it."""
@@ -373,6 +379,14 @@ class _PlannedProgress(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run = self.trainer.plan.run
+        if args.max_steps <= 0 and state.max_steps < run.steps:  # a number of steps was given on purpose
+            warnings.warn(
+                f"training ends after {state.max_steps:,} of the {run.steps:,} planned steps, with noise for all of "
+                f"them: set num_train_epochs={run.epochs}, or plan for fewer",
+                PlanMismatchWarning,
+                stacklevel=2,
+            )
         if args.save_strategy != "no" and state.global_step == 0 and not self.trainer._resuming:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
