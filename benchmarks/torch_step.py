@@ -12,7 +12,8 @@ alike; medians are compared.
 On a GPU both loops also run with CUDA graphs: the private one by `make_private(..., cuda_graphs=True)`, the other by
 `torch.cuda.make_graphed_callables`. A turn there is five steps in a row, as in training, and takes what the clock says.
 On a CPU a turn is one step and takes what the process was given, by default with one thread: on an idle machine that is
-the same, and on a shared one it leaves out the waiting.
+the same, and on a shared one it leaves out the waiting. "Loading" is the share of a step that passes before its batch
+is there; on a GPU, where a batch is indexed while the host goes on, it is what the host spends on it.
 
 Memory is the peak with model, optimizer and data. On a GPU it is torch's count, with cuBLAS's workspaces and what CUDA
 graphs hold for their replays, of the first steps, where make_private probes model and loss, and of later ones. On a CPU
@@ -31,7 +32,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,23 @@ GOALS = {  # on a GPU: step and memory
     "cnn": (2.0, 1.5),
 }
 Peaks = tuple[float, float]  # bytes, of later steps and of the first ones
-Step = Callable[[], None]
 Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Step:
+    """A step of a training loop, and how long it has waited for its batches."""
+
+    batches: Batches
+    take: Callable[[Tensor, Tensor], None]
+    clock: Callable[[], float]
+    waited: float = 0.0
+
+    def __call__(self) -> None:
+        start = self.clock()
+        x, y = next(self.batches)
+        self.waited += self.clock() - start
+        self.take(x, y)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,15 +105,14 @@ def loop(task: Task, model: Any, optimizer: Any, batches: Batches, bf16: bool, c
     def loss(output: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(output.flatten(0, -2), labels.flatten())
 
-    def step() -> None:
-        x, y = next(batches)
+    def take(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         with torch.autocast(task.device, torch.bfloat16, enabled=bf16):
             value = (criterion or loss)(model(x), y)
         value.backward()
         optimizer.step()
 
-    return step
+    return Step(batches, take, clock(task))
 
 
 def contender(task: Task, name: str) -> Step:
@@ -167,25 +182,35 @@ def shuffled(task: Task) -> Batches:
             yield x[chosen], y[chosen]
 
 
+def clock(task: Task) -> Callable[[], float]:
+    return time.process_time if task.device == "cpu" else time.perf_counter
+
+
 def now(task: Task) -> float:
-    if task.device == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
+    if task.device != "cpu":
+        torch.cuda.synchronize()
+    return clock(task)()
 
 
-def seconds(task: Task, steps: list[Step], rounds: int) -> list[float]:
-    """The median time of each contender's step, contenders taking turns."""
+def seconds(task: Task, steps: list[Step], rounds: int) -> list[tuple[float, float]]:
+    """The median time of each contender's step, contenders taking turns, and the mean share of it spent on loading."""
     times: list[list[float]] = [[] for _ in steps]
     warm_up = WARM_UP if task.device == "cpu" else 1  # on_gpu has taken the first steps
     for number in range(warm_up + rounds):
+        if number == warm_up:
+            for step in steps:
+                step.waited = 0.0
         for place in random.sample(range(len(steps)), len(steps)):
             start = now(task)
             for _ in range(IN_A_ROW[task.device]):
                 steps[place]()
             if number >= warm_up:
                 times[place].append((now(task) - start) / IN_A_ROW[task.device])
-    return [statistics.median(found) for found in times]
+    counts = [IN_A_ROW[task.device] * len(found) for found in times]
+    return [
+        (statistics.median(found), step.waited / (count * statistics.mean(found)))
+        for step, found, count in zip(steps, times, counts, strict=True)
+    ]
 
 
 def on_gpu(task: Task, name: str) -> tuple[Step, tuple[float, float]]:
@@ -244,8 +269,10 @@ def resident(field: str) -> float:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def measured(tasks: list[Task], rounds: int, threads: int) -> Iterator[tuple[Task, list[float], list[Peaks]]]:
-    """Seconds and bytes of every contender, task by task."""
+def measured(
+    tasks: list[Task], rounds: int, threads: int
+) -> Iterator[tuple[Task, list[tuple[float, float]], list[Peaks]]]:
+    """Seconds (with the share of loading) and bytes of every contender, task by task."""
     if tasks[0].device == "cpu":
         memory = [[(peak := in_own_process(task, name), peak) for name in names_of(task)] for task in tasks]
         torch.set_num_threads(threads)
@@ -261,18 +288,18 @@ def measured(tasks: list[Task], rounds: int, threads: int) -> Iterator[tuple[Tas
         torch.cuda.empty_cache()
 
 
-def rows(task: Task, times: list[float], peaks: list[Peaks]) -> Iterator[str]:
+def rows(task: Task, times: list[tuple[float, float]], peaks: list[Peaks]) -> Iterator[str]:
     """The lines of the table, each contender compared with the loop that is not private."""
     model = task.model()
     trained, size = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
     title = f"{task.name}, {size / 1e6:.3g}M" + ("" if trained == size else f", {trained / 1e6:.3g}M of them trained")
     title += f", {task.batch} × {' × '.join(map(str, task.shape))}"
     goals = [f"≤ {goal:g}" for goal in GOALS[task.name]] if task.device == "cuda" and task.name in GOALS else ["", ""]
-    for name, value, peak in zip(names_of(task), times, peaks, strict=True):
+    for name, (value, loading), peak in zip(names_of(task), times, peaks, strict=True):
         goal = goals if name.startswith(QUELL) else ["", ""]
         yield (
-            f"| {title} | {name} | {1e3 * value:.1f} | {value / times[0]:.2f} | {goal[0]} | {peak[0] / 2**30:.3f} | "
-            f"{peak[0] / peaks[0][0]:.2f} | {goal[1]} | {peak[1] / peaks[0][1]:.2f} |"
+            f"| {title} | {name} | {1e3 * value:.1f} | {value / times[0][0]:.2f} | {goal[0]} | {100 * loading:.1f}% | "
+            f"{peak[0] / 2**30:.3f} | {peak[0] / peaks[0][0]:.2f} | {goal[1]} | {peak[1] / peaks[0][1]:.2f} |"
         )
 
 
@@ -288,9 +315,9 @@ def heading(options: argparse.Namespace) -> list[str]:
         f"LoRA of rank 16 on all linear layers, by {LORA}. "
         + ("Opacus is not installed here." if GradSampleModule is None else ""),
         "",
-        "| model, batch | | step, ms | × not private | goal | peak memory, GiB | × not private | goal "
+        "| model, batch | | step, ms | × not private | goal | loading | peak memory, GiB | × not private | goal "
         "| in the first steps |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
 
 

@@ -32,13 +32,13 @@ class IndexedAtOnce(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, indices: list[int]) -> Any:
+    def __getitems__(self, indices: Any) -> Any:
         known: dict[Any, Tensor] = {}  # an index on each device serves all columns there
 
         def rows(column: _Column) -> Tensor:
             place = column.values.device, id(column.numbers)
             if place not in known:
-                numbers = indices if column.numbers is None else column.numbers[indices].tolist()
+                numbers = indices if column.numbers is None else column.numbers[indices]
                 known[place] = uploaded(numbers, column.values.device)
             return column.values.index_select(0, known[place])
 

@@ -91,6 +91,7 @@ class PlannedLoader(DataLoader[Any]):
         if fixed_shape is None:
             fixed_shape = at_once is not None  # where rows of zeros are surely harmless
         self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape, never_empty)
+        self._planned.as_array = at_once is not None
         rows = self._planned.rows
         self._augmentation = None if augment is None else Augmentation(augment, rows)
         self._planned.for_any_loader = augment is None
@@ -170,7 +171,7 @@ class PlannedSteps:
             part = next(rest)
 
 
-class PlannedSampler(Sampler[list[int]]):
+class PlannedSampler(Sampler[Any]):
     """This rank's indices of each batch, in physical portions if asked.
 
     Whoever starts it starts the due step anew. Under a loader that is not ours, such as the one that Opacus's
@@ -199,6 +200,7 @@ class PlannedSampler(Sampler[list[int]]):
         self._stream_step = -1  # the step whose batch `_stream` gives next
         self._announced: deque[Portion] | None = None
         self.for_any_loader = True
+        self.as_array = False  # whether indices stay an array, which is uploaded faster; other data sets expect a list
 
     @contextmanager
     def announcing(self) -> Iterator[deque[Portion]]:
@@ -213,7 +215,7 @@ class PlannedSampler(Sampler[list[int]]):
         """Items per epoch; with a physical batch size, about so many."""
         return self.run.plan.run.steps_per_epoch * self._portions(round(self.run.expected_batch_size))
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         self.run.restart_step()
         if self._announced is None and not self.for_any_loader:
             raise QuellError(
@@ -222,18 +224,20 @@ class PlannedSampler(Sampler[list[int]]):
             )
         return self._draw(self.run.receive if self._announced is None else self._announced.append)
 
-    def _draw(self, note: Callable[[Portion], None]) -> Iterator[list[int]]:
+    def _draw(self, note: Callable[[Portion], None]) -> Iterator[Any]:
         run = self.run
         for step in range(run.step, run.epoch_end):
             batch = self._batch(step)
-            portions = np.array_split(batch[run.rank :: run.world], self._portions(len(batch)))
+            own, count = batch[run.rank :: run.world], self._portions(len(batch))
+            portions = [own] if count == 1 else np.array_split(own, count)
             for number, portion in enumerate(portions):
                 filled_to = self.physical if self.fixed_shape else None
                 if self.never_empty and not len(portion):
                     filled_to = filled_to or 1
                 note(Portion(step, number, len(portions), len(portion), self.rows, filled_to))
                 rows = portion if run.owned is None else run.owned.taken(portion, step)
-                yield rows.repeat(self.repeats).tolist()
+                rows = rows.repeat(self.repeats)
+                yield rows if self.as_array else rows.tolist()
 
     def _portions(self, batch_size: int) -> int:
         """How many items a batch makes: the same on every rank, because sharded models compute together."""

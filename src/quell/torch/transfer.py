@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _recorded: list[Tensor] = []  # what CUDA graphs read from host memory at every replay: some kilobytes each
 
 
-def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
+def uploaded(numbers: Sequence[int] | NDArray[np.integer[Any]], device: torch.device) -> Tensor:
     """Integers on the device, by a copy from pinned memory, which goes on by itself."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.int64, device=device)
