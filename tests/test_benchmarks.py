@@ -42,7 +42,7 @@ def test_the_table_has_a_line_for_every_contender(tmp_path: Path) -> None:
     lines = [line.split(" | ") for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
     assert [line[1] for line in lines[:3]] == ["not private", "Quell", "not private"]
     assert "Quell" in {line[1] for line in lines[3:]}
-    assert all(float(line[2]) > 0 and float(line[5]) >= 0 for line in lines)
+    assert all(float(line[2]) > 0 and 0 < float(line[5].rstrip("%")) < 100 and float(line[6]) >= 0 for line in lines)
 
 
 @pytest.mark.slow
