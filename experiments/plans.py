@@ -174,10 +174,10 @@ def extend(
 
 
 def extend_by_planned(file: str, task: Task, epsilon: float) -> None:
-    """Add the planner's choice, unless the file has it."""
+    """Add the planner's choice, unless the file has it for every size of data."""
     path = PLANS / f"{file}.json"
     known = read_json(path).values() if path.exists() else ()
-    if not any(line["label"] == PLANNED and line["epsilon"] == epsilon for line in known):
+    if sum(line["label"] == PLANNED and line["epsilon"] == epsilon for line in known) < len(task.runs):
         choice, sampling = planned(task, epsilon)
         extend(file, task, {PLANNED: choice}, (epsilon,), (sampling,))
 

@@ -307,16 +307,17 @@ OBJECTIVES = {
 def objective_study(_: dict[str, Entry]) -> str:
     found = read_json(RESULTS / "objective.json")
     groups, rates, later = found["groups"], found["learning_rates"], found["later_learning_rates"]
-    rows, regrets, peers = [], [], []
+    rows, regrets = [], []
     for name, group in groups.items():
         judged = [group["objectives"][objective] for objective in OBJECTIVES]
         first, size = judged[0], group["mechanisms"]
         rows.append([name, size, *(f"{j['correlation']:.2f} ± {j['error']:.2f}" for j in judged)])
         error = group["standard_error"]
         best = f"{group['best']:.1f}" + ("" if error is None else f" ± {error:.1f}")
-        regrets.append([name, best, *(f"{j['regret']:.1f}" for j in judged), first["recommended"]])
-        against = [f"{value:+.1f} against {peer}" for peer, value in first["against_peers"].items()]
-        peers += [f"{name}: {', '.join(against)}"] if against else []
+        against = [
+            f"{first['against_peers'][peer]:+.1f}" if peer in first["against_peers"] else "" for peer in objective.PEERS
+        ]
+        regrets.append([name, best, *(f"{j['regret']:.1f}" for j in judged), first["recommended"], *against])
 
     printed = ", ".join(
         f"{each['within_a_factor_of_1.5']} of {each['mechanisms']} mechanisms at ε = {epsilon}"
@@ -352,12 +353,15 @@ reviews as bags of hashed words, "patches" CIFAR-10's images as responses to ran
 
 {table(["group", "mechanisms", *titles], with_means(rows, "correlation"))}
 
-Regret: the accuracy of the best mechanism of the group less that of the one that the objective recommends, in points. The best of a group looks better than it is, because the best of several noisy numbers
+### Regret
+
+Regret is the accuracy of the best mechanism of the group less that of the one that the objective recommends, in points. The best of a group looks better than it is, because the best of several noisy numbers
 is taken: among 16 mechanisms that are equally good it would be about 1.8 standard errors above the others.
+The last columns compare what `training` recommends with the peers under their own sampling, in points.
 
-{table(["group", "best accuracy", *titles, "recommended by `training`"], with_means(regrets, "regret", ""))}
+{table(["group", "best accuracy", *titles, "recommended by `training`", *(f"less {peer}" for peer in objective.PEERS)], with_means(regrets, "regret", "", "", ""))}
 
-What `training` recommends, against the peers with their own sampling. {". ".join(peers)}.
+### Learning rates
 
 The model behind `loss` predicts learning rates. Told only the one that suits amplified DP-SGD at ε = 9, it is within a factor of 2 of the best rate tried for {rates["within_a_factor_of_2"]:.0%} of
 {rates["mechanisms"]} mechanisms, and within a factor of 1.5 for {rates["within_a_factor_of_1.5"]:.0%}; rates were tried in steps of 2. The nearest of the rates tried is the best one for {rates["picked_the_best"]} of them, and costs
@@ -365,6 +369,8 @@ The model behind `loss` predicts learning rates. Told only the one that suits am
 Of {later["mechanisms"]} mechanisms trained later, {later["within_a_factor_of_2"]:.0%} are within a factor of 2 and {later["within_a_factor_of_1.5"]:.0%} within 1.5; the nearest rate is the best for {later["picked_the_best"]} of them and costs
 {later["accuracy_lost"]:.1f} points on average (DP-SGD's own rate: {later["accuracy_lost_with_the_rate_of_dpsgd"]:.1f}): the model's rates at small ε are too high. What a plan prints is another number, the multiple of the rate that suits DP-SGD with Poisson sampling at the *same* ε.
 That is within a factor of 1.5 of the multiple found by tuning for {printed}. On the small tasks, where it is new, it is so for {close["within_a_factor_of_1.5"]} of {close["mechanisms"]} mechanisms, and within a factor of 2 for {close["within_a_factor_of_2"]}.
+
+### What they miss
 
 What `loss` and RMSE miss is BandMF with 16 or 32 bands at ε ≤ 2, under balls-in-bins and under cyclic Poisson sampling. At ε = 1 the fractional mechanism with four bands leaves less variance in the last weights than BandMF with 16
 bands at each of 13 rates of forgetting that were looked at (from none to 1.5 per step), and yet trained 1.9 points worse (47.1 ± 0.9 and 49.0 ± 0.5). BandMF's single steps are louder: the noise of one gradient is 3.6 times as large. Noise
