@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -536,6 +537,45 @@ def test_batches_of_other_kinds(kind):
                 loss(model(x), y).backward()
         else:
             loss(model(x), y).backward()
+
+
+class Centred(nn.Module):
+    """Mixes the rows of a batch that it gets in an object, or in a list of texts, which nobody can look into."""
+
+    def __init__(self, unpack):
+        super().__init__()
+        self.unpack, self.layer = unpack, nn.Linear(6, 3)
+
+    def forward(self, batch):
+        out = self.layer(self.unpack(batch))
+        return out - out.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("packed", "unpack"),
+    [
+        (lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
+        (
+            lambda x: [" ".join(map(str, row.tolist())) for row in x],
+            lambda batch: torch.tensor(list(map(numbers, batch))),
+        ),
+    ],
+)
+def test_batches_that_cannot_be_looked_into_are_a_warning(packed, unpack):
+    """No example can be replaced there, so that nothing changes says nothing."""
+    model, optimizer, loader = private(Centred(unpack))
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        cross_entropy(model(packed(x)), y).backward()
+        if number == 2:
+            with pytest.warns(UncheckedLossWarning, match="no tensor with a row per example"):
+                optimizer.step()
+            break
+        optimizer.step()
+
+
+def numbers(text):
+    return [float(word) for word in text.split()]
 
 
 def test_a_loss_that_cannot_be_followed_is_a_warning():

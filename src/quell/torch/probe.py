@@ -117,6 +117,12 @@ class Probe:
             self._give_up("the loop did not call the model that was made private, but parts of it")
             return
         self._refuse_strangers(tape)
+        if not all(tape.has_rows(entry) for entry in tape.entries if entry.model):
+            self._give_up(
+                "the model was given no tensor with a row per example, so nobody could be replaced: pass tensors, or "
+                "mappings, lists, tuples and dataclasses of them"
+            )
+            return
         left = self._left
         with kept_states():
             problem = self._problem(tape)
