@@ -397,6 +397,26 @@ def test_a_layer_that_joins_later():
         train(model, optimizer, loader, 1)
 
 
+@pytest.mark.parametrize("end", ["last step", "checkpoint"])
+def test_no_run_ends_with_a_layer_that_joined_late(end):
+    """New parameters are looked for now and then; another optimizer could train them in between."""
+    model, optimizer, loader = private(plan=small_plan("bisr", alone=True, epochs=1))
+    for x, y in loader:
+        if optimizer.run.step == 2:
+            model.add_module("late", nn.Linear(3, 3))
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        if end == "checkpoint" and optimizer.run.step == 3:
+            with pytest.raises(QuellError, match=r"late\.weight and 1 more can be trained, but is not in the private"):
+                optimizer.state_dict()
+        if optimizer.run.step == 4:
+            with pytest.raises(QuellError, match=r"late\.weight and 1 more can be trained, but is not in the private"):
+                optimizer.step()
+            break
+        optimizer.step()
+    assert optimizer.run.step == optimizer.run.noise.steps - 1
+
+
 def test_a_trainable_temperature_outside_the_model():
     temperature = nn.Parameter(torch.ones(1))
     model, _, loader = private()
