@@ -94,3 +94,25 @@ def test_what_is_not_trained_is_named(plan):
     optimizer, _ = attach(torch.optim.SGD(params.values(), lr=0.1), params, examples(), plan)
     with pytest.raises(QuellError, match="private already"):
         attach(optimizer, params, examples(), plan)
+
+
+@pytest.mark.parametrize("takes", [1, 2])
+def test_sums_that_the_loop_writes_over(plan, takes):
+    """They were kept as they lay: the last ones counted in the place of those before them, so twice."""
+    _, params, optimizer, loader = start(plan, physical_batch_size=3)
+    held = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
+    seen: list[torch.Tensor] = []
+    optimizer.run.noise.add_ = lambda sums: seen.extend(total.clone() for total in sums)
+    for part, (x, _) in enumerate(loader):
+        optimizer.zero_grad()
+        rows = [len(x)] if takes == 1 else [1, len(x) - 1]
+        for number, count in enumerate(rows):
+            for total in held.values():
+                total.zero_()
+            next(iter(held.values())).view(-1)[2 * part + number] = 0.5 * count
+            optimizer.take(held, examples=count)
+        optimizer.step()
+        if optimizer.acted:
+            break
+    assert seen[0].sum() == 0.5 * 8
+    assert seen[0].max() <= 0.5 * 3

@@ -72,6 +72,26 @@ def test_a_first_batch_as_long_as_a_shared_input(clipping, where):
             clipped(clipping, where, [PLACES])
 
 
+def clipped_in_parts(sizes, signs=SIGNS):
+    """The sums of the last of several batches, by a loop that calls the model's layer and not the model."""
+    model = Network("argument")
+    engine = LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    data = 3 + torch.randn(40, PLACES, WIDTH, generator=torch.Generator().manual_seed(0)).abs()
+    for size in sizes:
+        model.layer(data[:size], signs).mean(1).sum().backward()
+        (total,) = engine.collect()[1]
+    return total
+
+
+def test_a_loop_that_calls_parts_of_the_model():
+    """Nothing says how many examples there are before the gradient comes, and no first batch is compared."""
+    before, there = (clipped_in_parts([7, size]) for size in (PLACES - 1, PLACES))
+    assert float((there - before).norm()) <= 1 + 1e-4
+    with pytest.raises(QuellError, match=r"layer \(Weigh\) gets 2 inputs of 16 rows from a loop that calls parts"):
+        clipped_in_parts([PLACES])
+    torch.testing.assert_close(clipped_in_parts([PLACES], SIGNS[None]), clipped_in_parts([7, PLACES]))
+
+
 class Both(nn.Module):
     def __init__(self):
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -396,6 +397,26 @@ def test_a_layer_that_joins_later():
         train(model, optimizer, loader, 1)
 
 
+@pytest.mark.parametrize("end", ["last step", "checkpoint"])
+def test_no_run_ends_with_a_layer_that_joined_late(end):
+    """New parameters are looked for now and then; another optimizer could train them in between."""
+    model, optimizer, loader = private(plan=small_plan("bisr", alone=True, epochs=1))
+    for x, y in loader:
+        if optimizer.run.step == 2:
+            model.add_module("late", nn.Linear(3, 3))
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        if end == "checkpoint" and optimizer.run.step == 3:
+            with pytest.raises(QuellError, match=r"late\.weight and 1 more can be trained, but is not in the private"):
+                optimizer.state_dict()
+        if optimizer.run.step == 4:
+            with pytest.raises(QuellError, match=r"late\.weight and 1 more can be trained, but is not in the private"):
+                optimizer.step()
+            break
+        optimizer.step()
+    assert optimizer.run.step == optimizer.run.noise.steps - 1
+
+
 def test_a_trainable_temperature_outside_the_model():
     temperature = nn.Parameter(torch.ones(1))
     model, _, loader = private()
@@ -536,6 +557,45 @@ def test_batches_of_other_kinds(kind):
                 loss(model(x), y).backward()
         else:
             loss(model(x), y).backward()
+
+
+class Centred(nn.Module):
+    """Mixes the rows of a batch that it gets in an object, or in a list of texts, which nobody can look into."""
+
+    def __init__(self, unpack):
+        super().__init__()
+        self.unpack, self.layer = unpack, nn.Linear(6, 3)
+
+    def forward(self, batch):
+        out = self.layer(self.unpack(batch))
+        return out - out.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("packed", "unpack"),
+    [
+        (lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
+        (
+            lambda x: [" ".join(map(str, row.tolist())) for row in x],
+            lambda batch: torch.tensor(list(map(numbers, batch))),
+        ),
+    ],
+)
+def test_batches_that_cannot_be_looked_into_are_a_warning(packed, unpack):
+    """No example can be replaced there, so that nothing changes says nothing."""
+    model, optimizer, loader = private(Centred(unpack))
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        cross_entropy(model(packed(x)), y).backward()
+        if number == 2:
+            with pytest.warns(UncheckedLossWarning, match="no tensor with a row per example"):
+                optimizer.step()
+            break
+        optimizer.step()
+
+
+def numbers(text):
+    return [float(word) for word in text.split()]
 
 
 def test_a_loss_that_cannot_be_followed_is_a_warning():

@@ -129,7 +129,8 @@ class GivenSums(Engine):
                     f"the sum of {name} is {total.dtype} of shape {tuple(total.shape)}, the parameter has shape "
                     f"{tuple(self.params[name].shape)}: pass float32 sums of the parameters' shapes"
                 )
-        self._take(examples, Clipped(sums, examples, float(norm_of(sums.values()))))
+        own = {name: total.clone() for name, total in sums.items()}  # the loop may write the next ones over its own
+        self._take(examples, Clipped(own, examples, float(norm_of(own.values()))))
 
 
 class AttachedOptimizer(PrivateOptimizer):
@@ -138,7 +139,7 @@ class AttachedOptimizer(PrivateOptimizer):
     _engine: GivenSums
 
     def take(self, sums: Mapping[str, Tensor], examples: int) -> None:
-        """The float32 sums of `examples` gradients, each clipped to `max_grad_norm`; they become the optimizer's."""
+        """The float32 sums of `examples` gradients, each clipped to `max_grad_norm`, which are copied."""
         with torch.no_grad():
             self._engine.take(sums, examples)
 

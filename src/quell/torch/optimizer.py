@@ -182,6 +182,8 @@ class PrivateOptimizer(Optimizer):
         if self.run.unfinished.sums is not None:
             raise QuellError("the batch of this step is not complete: save after optimizer.step() has closed it")
         self._require_training_weights()
+        if self.run.guard is not None:
+            self.run.guard.require_protected()
         self._engine.require_bounded()
         noise = self.run.noise.state_dict()
         own = {

@@ -63,15 +63,20 @@ class Probe:
             self._tape = Tape(examples, self._check)
             self._tape.start(batch)
 
-    def settle(self) -> None:
+    def settle(self, last: bool) -> None:
         """Before a step: nothing can be trained but what is private. Say so, once, if no loss could be followed.
 
-        Parameters that were frozen are looked at every step, new ones now and then, because that takes the host longer.
+        Parameters that were frozen are looked at every step, new ones now and then, because that takes the host longer,
+        and before the last step and each checkpoint, so that no run ends or is saved with them.
         """
-        if self._settled % 64 == 0 or any(parameter.requires_grad for parameter in self._frozen):
-            refuse_unprotected(self.model, self.params.values())
+        if last or self._settled % 64 == 0 or any(parameter.requires_grad for parameter in self._frozen):
+            self.require_protected()
         self._settled += 1
         self._stop()
+
+    def require_protected(self) -> None:
+        """Refuse a model of which more can be trained than what is private."""
+        refuse_unprotected(self.model, self.params.values())
 
     def _stop(self) -> None:
         if self._tape is not None:
@@ -117,6 +122,12 @@ class Probe:
             self._give_up("the loop did not call the model that was made private, but parts of it")
             return
         self._refuse_strangers(tape)
+        if not all(tape.has_rows(entry) for entry in tape.entries if entry.model):
+            self._give_up(
+                "the model was given no tensor with a row per example, so nobody could be replaced: pass tensors, or "
+                "mappings, lists, tuples and dataclasses of them"
+            )
+            return
         left = self._left
         with kept_states():
             problem = self._problem(tape)

@@ -119,7 +119,7 @@ class TrainingRun:
         """Before a step: there is one left, and nothing speaks against it."""
         self.require_steps_left()
         if self.guard is not None:
-            self.guard.settle()
+            self.guard.settle(last=self.step == self.noise.steps - 1)
 
     def charge_once(self) -> None:
         """Before the first step: charge the run to its budget, or refuse. Call it on all ranks."""

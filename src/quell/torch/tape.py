@@ -127,6 +127,11 @@ class Tape:
     def known(self) -> set[int]:
         return {id(row) for row, _ in self.rows} | {id(made) for entry in self.entries for made in entry.made}
 
+    def has_rows(self, entry: _Entry) -> bool:
+        """Whether anything that it was given is of the batch, or made of it, so that replacing examples changes it."""
+        known = self.known()
+        return any(id(value) in known for value in tensors_in((entry.args, entry.kwargs)))
+
     def note(self, function: Any, args: Any, kwargs: Any, made: Any) -> Any:
         """Write an operation down; what it made is watched from now on."""
         if function is Tensor.item:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,54 @@ IN_A_ROW = 128  # examples whose gradients are added up in float32: 2·128² rou
 CHUNK = 512  # so many products are added in a row before they join a sum: rounding grows with it
 SUMMING = 64  # roundings in a sum that torch makes in a cascade, and in what surrounds it
 UNDERFLOW = 1e-32  # squares below 10⁻³⁸ are lost, however large what they are multiplied with
+
+
+@dataclass(frozen=True, eq=False)
+class Allowance:
+    """What the norm of a sum over positions is raised by, for each unit.
+
+    It is a function of the unit's own positions. Where examples are padded to the longest of a batch, that one decides
+    how many positions there are, and whether per-unit gradients are kept: neither may change the norms of the others.
+    """
+
+    size: Tensor  # (units,) float64, S
+    positions: Any  # a number, or (units,) of them: roundings in the sum, one for each that is not zero
+    rate: float  # of S², which Gram matrices may be off by
+    unit: float  # of rounding
+    square: Any = 0.0  # (units,) what else squares may be off by
+
+    def raised(self, norms: Tensor) -> Tensor:
+        found = (norms.double().square() + self.rate * self.size.square() + self.square).sqrt()
+        return (found + (self.positions + 2) * self.unit * self.size).float()
+
+    def of(self, units: slice) -> Allowance:
+        positions, square = (v[units] if isinstance(v, Tensor) else v for v in (self.positions, self.square))
+        return replace(self, size=self.size[units], positions=positions, square=square)
+
+    def __add__(self, other: Allowance) -> Allowance:
+        """That of both sums together."""
+        known = isinstance(self.positions, Tensor)  # a number is as many as there may be in all
+        positions = self.positions + other.positions if known else max(self.positions, other.positions)
+        return replace(self, size=self.size + other.size, positions=positions)
+
+    def __mul__(self, scale: Tensor) -> Allowance:
+        return replace(self, size=self.size * scale, square=self.square * scale.square())
+
+
+def allowance(g: Tensor, a: Tensor) -> Allowance:
+    """What `gram_norms` raises norms by."""
+    sizes = [torch.linalg.vector_norm(values, dim=2, dtype=wide_type(values)) for values in (g, a)]
+    return _allowance(sizes[0] * sizes[1], g, a)
+
+
+def _allowance(sizes: Tensor, g: Tensor, a: Tensor) -> Allowance:
+    unit = _unit(wide(g[:0]))
+    return Allowance(sizes.sum(-1).double(), filled(g), roundings(g.shape[2], a.shape[2]) * unit, unit)
+
+
+def filled(values: Tensor) -> Tensor:
+    """(units,) how many positions are not zero. To add zeros rounds nothing."""
+    return values.any(2).sum(1)
 
 
 def gram_norms(g: Tensor, a: Tensor) -> Tensor:
@@ -33,10 +82,8 @@ def gram_norms(g: Tensor, a: Tensor) -> Tensor:
     sizes = [
         gram.diagonal(dim1=1, dim2=2) + UNDERFLOW * values.shape[2] for gram, values in ((products, g), (others, a))
     ]
-    size, unit = (sizes[0].sqrt() * sizes[1].sqrt()).sum(-1).double(), _unit(g)
-    square = products.mul_(others).sum(-1).double().sum(-1).clamp_(min=0.0)
-    norms = (square + roundings(g.shape[2], a.shape[2]) * unit * size.square()).sqrt()
-    return norms.add_(size, alpha=(g.shape[1] + 2) * unit).float()
+    allowed = _allowance(sizes[0].sqrt() * sizes[1].sqrt(), g, a)
+    return allowed.raised(products.mul_(others).sum(-1).double().sum(-1).clamp_(min=0.0).sqrt())
 
 
 def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
@@ -56,7 +103,7 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
     source = (order + torch.arange(units, device=g.device)[:, None] * positions).view(-1)
     sums = flat.new_zeros(units * positions, flat.shape[1]).index_add_(0, place, flat[source])
     sizes = flat.new_zeros(units * positions).index_add_(0, place, row_norms(flat).to(flat)[source])
-    numbers = torch.zeros_like(sizes).index_add_(0, place, torch.ones_like(sizes))
+    numbers = torch.zeros_like(sizes).index_add_(0, place, flat.any(1).to(sizes)[source])
     norms = row_norms(sums) + (2 * numbers + SUMMING) * _unit(flat) * sizes
     squares = torch.zeros(units, dtype=torch.float64, device=g.device)
     return squares.index_add_(0, owners, norms[place].double().square() * new.view(-1)).sqrt().float()

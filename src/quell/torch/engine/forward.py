@@ -7,7 +7,7 @@ rule run as they are. Layers without one run again by `torch.func`, unless their
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -152,7 +152,8 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
     made = [place for place, value in enumerate(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
     given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[place] for place in given]
-    layer.shared_inputs |= _shared_inputs(engine, tensors)
+    examples = engine.rows
+    layer.shared_inputs |= _shared_inputs(engine, tensors, examples)
     kind = tensors[0].device.type if tensors else "cpu"
     lowered, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     for place in given:
@@ -169,6 +170,8 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
         return tuple(found[place] for place in made)
 
     def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
+        if examples is None:
+            _tell_apart(engine, module, inputs, len(gradients[0]))
         with in_a_sentence(f"making per-example gradients of {engine.called(module)} by torch.func", _NOT_MAPPED):
             own = {name: p.detach() for name, p in module.named_parameters() if name in layer.trained}
             return engine.unwatched(
@@ -181,19 +184,35 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
     return pytree.tree_unflatten(outputs, shape)
 
 
-def _shared_inputs(engine: LayerEngine, tensors: list[Tensor]) -> set[int]:
+def _shared_inputs(engine: LayerEngine, tensors: Sequence[Tensor], examples: int | None) -> set[int]:
     """Which are certainly no rows of examples: of another length, or a part of what the model holds.
 
     An input that was so once is never split again: in a batch of another size it may be as long as that by chance, and
     then everybody's gradient would change with one example more.
     """
-    if engine.rows is None or len(tensors) < 2:  # of a single input there is no doubt
+    if examples is None or len(tensors) < 2:  # of a single input there is no doubt
         return set()
-    found = {place for place, value in enumerate(tensors) if not has_rows(value, engine.rows)}
+    found = {place for place, value in enumerate(tensors) if not has_rows(value, examples)}
     if len(found) < len(tensors) - 1:
         own = {buffer.untyped_storage().data_ptr() for buffer in engine.model.buffers()}
         found |= {place for place, value in enumerate(tensors) if value.untyped_storage().data_ptr() in own}
     return found
+
+
+def _tell_apart(engine: LayerEngine, module: nn.Module, inputs: Sequence[Tensor], examples: int) -> None:
+    """Where parts of the model are called, a layer's gradient says how many examples there are, and nothing says more.
+
+    The check of the first batch, which would notice an input that is as long as that by chance, is of whole models.
+    """
+    shared = engine.layers[id(module)].shared_inputs
+    shared |= _shared_inputs(engine, inputs, examples)
+    as_long = [place for place, value in enumerate(inputs) if has_rows(value, examples) and place not in shared]
+    if len(as_long) > 1 < examples:
+        raise QuellError(
+            f"{engine.called(module)} gets {len(as_long)} inputs of {examples} rows from a loop that calls parts of "
+            "the model, so one may be shared by all examples and be as long as the batch by chance: give what is "
+            "shared a first dimension of 1 (mask[None]), or put the loop's work into the model's forward and call that"
+        )
 
 
 def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quell.torch.engine.bounds import IN_A_ROW, UNDERFLOW, wide
+from quell.torch.engine.bounds import IN_A_ROW, UNDERFLOW, Allowance, filled, wide
 from quell.torch.transfer import uploaded
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _TILE, _DEPTH = 128, 64  # of the matrix products: rows and columns, and how dee
 _PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num_stages": 4}
 _ROUNDING = 2.0**-23  # tensor cores cut off instead of rounding
 _CHUNK = 1024  # as in triton_kernels.py
+_POSITIONS = 4096  # for so many the clipped sum may always round
 _BLOCK = 1024  # elements of a program that adds up rows
 Factors = tuple[Tensor, Tensor]  # g (units, positions, outputs) and a (units, positions, inputs)
 _HALF = (torch.bfloat16, torch.float16)
@@ -57,7 +58,15 @@ def gram_norms(pairs_of_factors: Sequence[Factors]) -> Tensor:
         _triton().gram[(pairs, units, layers)](
             table, found, units, positions, outputs, inputs, pairs, TYPE=_type(g), **_PRODUCT
         )
-    return _bounded(found, positions // 8, outputs, inputs)  # weighted sums add 16 products at once too
+    return _bounded(found, _summing(positions), outputs, inputs)
+
+
+def allowance(g: Tensor, a: Tensor) -> Allowance:
+    """What `gram_norms` raises norms by."""
+    widths = g.shape[2], a.shape[2]
+    sizes = [torch.linalg.vector_norm(values, dim=2, dtype=torch.float32) for values in (g, a)]
+    size = (sizes[0] * sizes[1]).sum(1).double() * 1.001 + UNDERFLOW * sum(widths)
+    return Allowance(size, _summing(g.shape[1]), _roundings(*widths) * _ROUNDING, _ROUNDING)
 
 
 def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
@@ -69,7 +78,8 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
         _triton().token_gram[(pairs, units)](
             table, tokens.contiguous(), found, units, positions, width, pairs, TYPE=_type(g), **_PRODUCT
         )
-    return _bounded(found, positions, width)[0]
+    sizes = found[0, 1].sum(1) * (1.001 * _ROUNDING)
+    return _bounded(found, 0, width)[0] + filled(g) * sizes
 
 
 def weighted_sums(pairs_of_factors: Sequence[Factors], weights: Tensor) -> Tensor:
@@ -223,13 +233,24 @@ def _bounded(found: Tensor, summing: int, *widths: int) -> Tensor:
 
     `summing` is how many roundings in a row the clipped sum makes over the positions of a unit.
     """
-    # 16 products enter a sum at once, with two roundings at most, in chunks that are added up; then come the pairs.
-    roundings = sum(min(width, _CHUNK) // 8 + -(-width // _CHUNK) + 1 for width in widths) + 32
     layers, _, units, pairs = found.shape
     norms = torch.empty(layers, units, device=found.device)
-    off = roundings * _ROUNDING, (summing + 2) * _ROUNDING, UNDERFLOW * sum(widths)
+    off = _roundings(*widths) * _ROUNDING, (summing + 2) * _ROUNDING, UNDERFLOW * sum(widths)
     _triton().bounded[(units, layers)](found, norms, units, pairs, *off, BLOCK=max(2, _power_of_two(pairs)))
     return norms
+
+
+def _roundings(*widths: int) -> int:
+    """16 products enter a sum at once, with two roundings at most, in chunks that are added up; then come the pairs."""
+    return sum(min(width, _CHUNK) // 8 + -(-width // _CHUNK) + 1 for width in widths) + 32
+
+
+def _summing(positions: int) -> int:
+    """How many roundings in a row a weighted sum makes, which adds 16 products at once too.
+
+    As many as for so many positions, because the longest unit of a batch decides how many there are.
+    """
+    return max(positions, _POSITIONS) // 8
 
 
 def _power_of_two(size: int) -> int:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quell.torch.engine import kernels
-from quell.torch.engine.bounds import IN_A_ROW, gram_norms, row_norms, token_norms, wide
+from quell.torch.engine import bounds, kernels
+from quell.torch.engine.bounds import IN_A_ROW, Allowance, gram_norms, row_norms, token_norms, wide
 
 # Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but enough to be
 # worth a launch; on a CPU what stays in its cache.
@@ -55,13 +55,17 @@ class Rows:
     """Per-unit gradients themselves: of biases, scales, and weights that are smaller than what they are made from."""
 
     values: Tensor  # (units, *shape of the parameter)
+    allowed: Allowance | None = None  # what they would be raised by if they were sums over positions, and not kept
 
     @property
     def units(self) -> int:
         return int(self.values.shape[0])  # len() of a tensor is slow, and this is asked often
 
     def norms(self) -> Tensor:
-        return norms_of_rows(self.flat)
+        return self.raised(norms_of_rows(self.flat))
+
+    def raised(self, norms: Tensor) -> Tensor:
+        return norms if self.allowed is None else self.allowed.raised(norms)
 
     @property
     def flat(self) -> Tensor:
@@ -72,7 +76,7 @@ class Rows:
         return sum_of_rows(self.flat, weights)
 
     def of(self, units: slice) -> Rows:
-        return Rows(self.values[units])
+        return Rows(self.values[units], None if self.allowed is None else self.allowed.of(units))
 
 
 @dataclass(eq=False)
@@ -117,6 +121,14 @@ class Outer:
         g, a = _weighty(weights, g, a)
         scaled = g * weights.to(g.dtype)[:, None, None]
         return _product(scaled.flatten(0, 1), a.flatten(0, 1), IN_A_ROW if self.adds_few else None)
+
+    @property
+    def allowed(self) -> Allowance | None:
+        """What its norms are raised by."""
+        if self.positions == 1:
+            return None
+        by_kernel = kernels.take(self.g, self.a)
+        return kernels.allowance(self.g, self.a) if by_kernel else bounds.allowance(self.g, self.a)
 
     @property
     def adds_few(self) -> bool:
@@ -194,10 +206,13 @@ def whole(part: Outer, out: Tensor | None = None) -> Tensor:
 
 
 def kept(piece: Outer, shape: torch.Size) -> Piece:
-    """The piece, or its per-unit gradients where those take less memory than what they are made from."""
+    """The piece, or its per-unit gradients where those take less memory than what they are made from.
+
+    Both have the same norms up to rounding: which one it is depends on the longest unit of the batch.
+    """
     held = piece.g.numel() + piece.a.numel()
     if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
-        return Rows(whole(piece).view(-1, *shape))
+        return Rows(whole(piece).view(-1, *shape), piece.allowed)
     return piece
 
 

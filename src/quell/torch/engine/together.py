@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quell.torch.engine import kernels
-from quell.torch.engine.bounds import IN_A_ROW, wide
+from quell.torch.engine.bounds import IN_A_ROW, Allowance, filled, wide, wide_type
 from quell.torch.engine.patches import Patches
-from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, whole
+from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, norms_of_rows, whole
 
 _SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
@@ -65,7 +66,7 @@ class Tied:
             found.append(products.flatten(1).sum(1, dtype=torch.float64))
         sizes = [torch.linalg.vector_norm(values, dim=2, dtype=g.dtype) + 1e-16 * width**0.5 for values in (g, made, a)]
         size = sizes[0].double().sum(1) * (sizes[1].double() * sizes[2].double()).sum(1)
-        off = (width + places + positions + 8) * torch.finfo(g.dtype).eps / 2
+        off = (width + filled(g) + filled(made) + 8) * (torch.finfo(g.dtype).eps / 2)
         if positions == 1:  # weights, and what they are multiplied with, are rounded to the precision of this gradient
             off += torch.finfo(made.dtype).eps
         return torch.cat(found).nan_to_num(torch.inf, torch.inf, torch.inf) + 1.001 * off * size
@@ -73,7 +74,14 @@ class Tied:
 
 def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
     """The norms of many pieces, those of one kind and shape by one launch, because every launch costs the host time."""
-    return _in_groups(pieces, kernels.gram_norms, kernels.row_norms, lambda piece: piece.norms())
+
+    def alone(piece: Piece) -> Tensor:
+        return norms_of_rows(piece.flat) if isinstance(piece, Rows) else piece.norms()
+
+    found = _in_groups(pieces, kernels.gram_norms, kernels.row_norms, alone)
+    return [
+        piece.raised(norms) if isinstance(piece, Rows) else norms for piece, norms in zip(pieces, found, strict=True)
+    ]
 
 
 def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
@@ -142,7 +150,10 @@ def merged(pieces: list[Piece]) -> list[Piece]:
     if rows and len(rows) + len(tokens) + len(outer) == len(pieces):  # some uses were so short that rows are kept
         small: list[Rows | Tokens] = [*rows, *tokens]
         made = [piece.flat for piece in small] + [whole(piece).flatten(1) for piece in outer]
-        return [Rows(torch.stack([values.float() for values in made]).sum(0))]
+        given = [piece.allowed for piece in rows] + [piece.allowed for piece in outer]
+        allowed = [each for each in given if each is not None]
+        total = torch.stack([values.float() for values in made]).sum(0)
+        return [Rows(total, _with_tokens(reduce(add, allowed), tokens) if allowed else None)]
     patches = [piece for piece in pieces if isinstance(piece, Patches)]
     if len(patches) == len(pieces) and len({piece.kind for piece in patches}) == 1:
         g, x = (torch.cat(parts, dim=1) for parts in zip(*((p.g, p.x) for p in patches), strict=True))
@@ -158,14 +169,24 @@ def merged(pieces: list[Piece]) -> list[Piece]:
     return [Tied(tokens[0], outer[0])] if tokens and outer else [*tokens, *outer]
 
 
+def _with_tokens(allowed: Allowance, tokens: list[Tokens]) -> Allowance:
+    """What `Tied` allows for where an embedding is the output layer too."""
+    for g in (piece.padded for piece in tokens):
+        size = torch.linalg.vector_norm(g, dim=2, dtype=wide_type(g)).double().sum(1)
+        off = (g.shape[2] + filled(g) + allowed.positions + 8) * allowed.unit
+        allowed = replace(allowed, square=allowed.square + 2 * off * size * allowed.size)
+    return allowed
+
+
 def gathered(found: Mapping[str, list[Piece]]) -> dict[Names, list[Piece]]:
     """The pieces by the parameters they are for; those of biases and scales as one: each costs the host time."""
     pieces: dict[Names, list[Piece]] = {}
     small: dict[str, Tensor] = {}
     for name, parts in found.items():
         one = merged(parts)
-        if len(one) == 1 and isinstance(one[0], Rows) and one[0].values.numel() <= _SMALL * one[0].units:
-            small[name] = one[0].flat
+        first = one[0]
+        if len(one) == 1 and isinstance(first, Rows) and _is_small(first):
+            small[name] = first.flat
         else:
             pieces[name,] = one
     if len({rows.shape[0] for rows in small.values()}) > 1:
@@ -173,6 +194,10 @@ def gathered(found: Mapping[str, list[Piece]]) -> dict[Names, list[Piece]]:
     if small:
         pieces[tuple(small)] = [Rows(torch.cat([wide(rows) for rows in small.values()], dim=1))]
     return pieces
+
+
+def _is_small(rows: Rows) -> bool:
+    return rows.allowed is None and rows.values.numel() <= _SMALL * rows.units
 
 
 def whole_norms(pieces: Iterable[list[Piece]], scale: float = 1.0) -> Tensor:
