@@ -92,6 +92,29 @@ def test_a_loop_that_calls_parts_of_the_model():
     torch.testing.assert_close(clipped_in_parts([PLACES], SIGNS[None]), clipped_in_parts([7, PLACES]))
 
 
+class TwoWays(nn.Module):
+    """Weights of the positions are not always given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Weigh()
+
+    def forward(self, x, factors=None, weights=None):
+        return self.layer(x, 1.0 if weights is None else weights).mean(1).sum(1) * (1.0 if factors is None else factors)
+
+
+@pytest.mark.parametrize("nothing", [{}, {"weights": None}])
+def test_a_model_that_is_called_in_several_ways(nothing):
+    """Each of them has a first batch: what was seen in one says nothing about the inputs of another."""
+    model = TwoWays()
+    engine = MicrobatchEngine(model, dict(model.named_parameters()), 1.0, "sum", 32)
+    x = torch.randn(PLACES, PLACES, WIDTH)
+    model(x[:5], factors=torch.ones(5), **nothing).sum().backward()
+    engine.collect()
+    with pytest.raises(QuellError, match="one may be shared by all examples and be as long as the first batch"):
+        model(x, factors=torch.ones(PLACES) if nothing else None, weights=SIGNS)
+
+
 class Both(nn.Module):
     def __init__(self):
         super().__init__()
