@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import traceback
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from quell import QuellError
-from quell.noise import Key, NoiseSpec, NoiseStream, SeededKeyWarning
+from quell.noise import Key, NoiseSpec, NoiseStream, SeededKeyWarning, UnrecordedKeyWarning
 from quell.strategy.recurrence import Regenerate
 
 
@@ -140,3 +141,12 @@ def test_bad_key_files_are_refused(tmp_path: Path) -> None:
 def test_philox_keys_differ_by_tensor() -> None:
     key = Key(bytes(range(32)))
     assert len({tuple(key.philox_words(tensor)) for tensor in range(1000)}) == 1000
+
+
+def test_a_key_from_before_a_fork_may_be_in_use_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each child would begin with the same noise, and what is remembered in a process stays there."""
+    key = Key.generate()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert key.loaded
+    with pytest.warns(UnrecordedKeyWarning, match="made before a fork"):
+        NoiseStream(NoiseSpec(Regenerate(np.array([1.0])), steps=2, scale=1.0), [3], key=key)

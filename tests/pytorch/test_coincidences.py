@@ -87,9 +87,68 @@ def test_a_loop_that_calls_parts_of_the_model():
     """Nothing says how many examples there are before the gradient comes, and no first batch is compared."""
     before, there = (clipped_in_parts([7, size]) for size in (PLACES - 1, PLACES))
     assert float((there - before).norm()) <= 1 + 1e-4
-    with pytest.raises(QuellError, match=r"layer \(Weigh\) gets 2 inputs of 16 rows from a loop that calls parts"):
+    with pytest.raises(QuellError, match=r"layer gets 2 inputs of 16 rows, and without their last ones other outputs"):
         clipped_in_parts([PLACES])
     torch.testing.assert_close(clipped_in_parts([PLACES], SIGNS[None]), clipped_in_parts([7, PLACES]))
+
+
+class TwoWays(nn.Module):
+    """Weights of the positions are not always given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Weigh()
+
+    def forward(self, x, factors=None, weights=None):
+        return self.layer(x, 1.0 if weights is None else weights).mean(1).sum(1) * (1.0 if factors is None else factors)
+
+
+@pytest.mark.parametrize("nothing", [{}, {"weights": None}])
+def test_a_model_that_is_called_in_several_ways(nothing):
+    """Each of them has a first batch: what was seen in one says nothing about the inputs of another."""
+    model = TwoWays()
+    engine = MicrobatchEngine(model, dict(model.named_parameters()), 1.0, "sum", 32)
+    x = torch.randn(PLACES, PLACES, WIDTH)
+    model(x[:5], factors=torch.ones(5), **nothing).sum().backward()
+    engine.collect()
+    with pytest.raises(QuellError, match="one may be shared by all examples and be as long as the first batch"):
+        model(x, factors=torch.ones(PLACES) if nothing else None, weights=SIGNS)
+
+
+class Factors(nn.Module):
+    """Has a factor for every example, or weights of the positions, in the same place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = FactorsOrWeights()
+
+    def forward(self, x, **given):
+        return self.layer(x, **given).mean(1).sum(1)
+
+
+class FactorsOrWeights(Weigh):
+    def forward(self, x, factors=None, weights=None):
+        return super().forward(x, weights if factors is None else factors)
+
+
+def called_in_two_ways(first, size):
+    """The sum of a batch with factors, the first of which is given, after one with weights, of another size."""
+    model = Factors()
+    engine = LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+    data = 3 + torch.randn(40, PLACES, WIDTH, generator=torch.Generator().manual_seed(0)).abs()
+    factors = torch.ones(12, 1, 1)
+    factors[0] = first
+    for rows, given in ((12, {"factors": factors}), (size, {"weights": SIGNS}), (12, {"factors": factors})):
+        model(data[:rows], **given).sum().backward()
+        (total,) = engine.collect()[1]
+    return total
+
+
+def test_what_is_shared_in_one_way_is_not_in_another():
+    """It was, by its place: then the first example's factor was everybody's."""
+    assert float((called_in_two_ways(1.0, 7) - called_in_two_ways(-1.0, 7)).norm()) <= 2 + 1e-4
+    with pytest.raises(QuellError, match="one may be shared by all examples and be as long as the first batch"):
+        called_in_two_ways(1.0, PLACES)
 
 
 class Both(nn.Module):

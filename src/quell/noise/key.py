@@ -44,10 +44,9 @@ class Key:
     True
     """
 
-    __slots__ = ("_secret", "id", "loaded", "seeded")
+    __slots__ = ("_loaded", "_process", "_secret", "id", "seeded")
 
     id: str
-    loaded: bool  # read from a file, so an earlier process may have released steps under it
     seeded: bool  # made from a seed, so it promises nothing
 
     def __init__(self, secret: bytes, *, _seeded: bool = False, _loaded: bool = False) -> None:
@@ -57,7 +56,12 @@ class Key:
             raise QuellError("this key repeats a few byte values, so it can be guessed: make one with Key.generate()")
         self._secret = secret
         self.id = _digest(secret, b"quell key id", 8).hex()
-        self.loaded, self.seeded = _loaded, _seeded
+        self._loaded, self.seeded, self._process = _loaded, _seeded, os.getpid()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether another process may have released steps under it: it is from a file, or from before a fork."""
+        return self._loaded or os.getpid() != self._process
 
     @classmethod
     def generate(cls) -> Key:

@@ -317,8 +317,8 @@ class NoiseStream:
 
 
 UNRECORDED = (
-    "this key was loaded from a file, and no ledger says which steps it has released: a run that starts again with it "
-    "would use the same noise twice; pass ledger=, the same file every time"
+    "this key was loaded from a file, or made before a fork, and no ledger says which steps it has released: another "
+    "run with it would use the same noise twice; pass ledger=, the same file every time"
 )
 
 

@@ -36,6 +36,9 @@ _NOT_MAPPED = (
 )
 
 
+Way = tuple[str, tuple[int, ...]]  # the structure of a call's arguments, and which of them are tensors
+
+
 @dataclass(eq=False)
 class Layer:
     """A tapped layer."""
@@ -47,7 +50,9 @@ class Layer:
     row_by_row: bool | None = None  # whether its parameters may be given to it once for every row
     whole: bool = False  # whether its parameters are those of the modules in it too
     shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
-    shared_inputs: set[int] = field(default_factory=set)  # without a rule: which all examples were seen to share
+    # Without a rule, for each way of calling it: which inputs all examples were seen to share, and which not.
+    shared_inputs: dict[Way, set[int]] = field(default_factory=dict)
+    own_inputs: dict[Way, list[int]] = field(default_factory=dict)
 
 
 class TappedForward:
@@ -152,8 +157,9 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
     made = [place for place, value in enumerate(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
     given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[place] for place in given]
-    examples = engine.rows
-    layer.shared_inputs |= _shared_inputs(engine, tensors, examples)
+    way = str(structure), tuple(given)
+    shared = layer.shared_inputs.setdefault(way, set())
+    shared |= _shared_inputs(engine, tensors, engine.rows)
     kind = tensors[0].device.type if tensors else "cpu"
     lowered, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     for place in given:
@@ -170,13 +176,11 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
         return tuple(found[place] for place in made)
 
     def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
-        if examples is None:
-            _tell_apart(engine, module, inputs, len(gradients[0]))
+        shared.update(_shared_inputs(engine, inputs, len(gradients[0])))  # only now, in loops that call parts
+        _tell_apart(engine, layer, way, partial(call, {}), inputs, len(gradients[0]))
         with in_a_sentence(f"making per-example gradients of {engine.called(module)} by torch.func", _NOT_MAPPED):
             own = {name: p.detach() for name, p in module.named_parameters() if name in layer.trained}
-            return engine.unwatched(
-                lambda: list(by_torch_func(own, call, inputs, layer.shared_inputs, gradients, rows))
-            )
+            return engine.unwatched(lambda: list(by_torch_func(own, call, inputs, shared, gradients, rows)))
 
     found = engine.tapped(module, rule, [outputs[place] for place in made], tensors)
     for place, value in zip(made, found, strict=True):
@@ -199,20 +203,35 @@ def _shared_inputs(engine: LayerEngine, tensors: Sequence[Tensor], examples: int
     return found
 
 
-def _tell_apart(engine: LayerEngine, module: nn.Module, inputs: Sequence[Tensor], examples: int) -> None:
-    """Where parts of the model are called, a layer's gradient says how many examples there are, and nothing says more.
+def _tell_apart(
+    engine: LayerEngine, layer: Layer, way: Way, call: Callable[..., Any], inputs: Sequence[Tensor], examples: int
+) -> None:
+    """Refuse inputs of which one may be shared by all examples, and be as long as they are many by chance.
 
-    The check of the first batch, which would notice an input that is as long as that by chance, is of whole models.
+    Without the last row of all that are as long, the outputs of the other examples must stay the same. Each way of
+    calling a layer is looked at: the check of the first batch has seen those of the first batch alone.
     """
-    shared = engine.layers[id(module)].shared_inputs
-    shared |= _shared_inputs(engine, inputs, examples)
+    shared = layer.shared_inputs[way]
     as_long = [place for place, value in enumerate(inputs) if has_rows(value, examples) and place not in shared]
-    if len(as_long) > 1 < examples:
+    if len(as_long) < 2 or examples < 2 or layer.own_inputs.get(way) == as_long:
+        return
+    cut = [value[:-1] if place in as_long else value for place, value in enumerate(inputs)]
+    with torch.no_grad(), kept_states():
+        try:
+            whole, fewer = (engine.unwatched(partial(call, *values)) for values in (inputs, cut))
+        except (RuntimeError, IndexError, ValueError):
+            whole, fewer = (), None
+    if fewer is None or not all(
+        torch.allclose(a[:-1], b, rtol=0.05, atol=1e-3, equal_nan=True)
+        for a, b in zip(whole, fewer, strict=True)
+        if has_rows(a, examples) and has_rows(b, examples - 1)
+    ):
         raise QuellError(
-            f"{engine.called(module)} gets {len(as_long)} inputs of {examples} rows from a loop that calls parts of "
-            "the model, so one may be shared by all examples and be as long as the batch by chance: give what is "
-            "shared a first dimension of 1 (mask[None]), or put the loop's work into the model's forward and call that"
+            f"{layer.name} gets {len(as_long)} inputs of {examples} rows, and without their last ones other outputs "
+            "change: one may be shared by all examples and be as long as the first batch by chance; give what is "
+            "shared a first dimension of 1 (mask[None]), or keep it in the model as a buffer"
         )
+    layer.own_inputs[way] = as_long
 
 
 def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[str, Tensor]:

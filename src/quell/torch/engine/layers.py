@@ -121,10 +121,11 @@ class LayerEngine(Engine):
         finally:
             self.idle = before
 
-    def sharing(self) -> set[tuple[str, int]]:
+    def sharing(self) -> set[tuple[str, Any]]:
         """The layers, and which of their inputs, that were seen to get something that all examples share."""
         layers = self.layers.values()
-        inputs = {(layer.name, place) for layer in layers for place in layer.shared_inputs}
+        ways = [(layer.name, way, places) for layer in layers for way, places in layer.shared_inputs.items()]
+        inputs: set[tuple[str, Any]] = {(name, (way, place)) for name, way, places in ways for place in places}
         return inputs | {(layer.name, 0) for layer in layers if layer.shared}
 
     def called(self, module: nn.Module) -> str:

@@ -74,7 +74,7 @@ class MicrobatchEngine(Engine):
         self._inside = False  # whether the model is being run by this engine
         self._open: Pass | None = None
         self._shared: set[tuple[str, int]] = set()  # places of arguments that all examples were seen to share
-        self._looked = False  # whether those that are as long as a batch were seen to follow it
+        self._followed: set[tuple[str, tuple[int, ...]]] = set()  # places that were seen to follow the batch together
         model.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,9 +109,11 @@ class MicrobatchEngine(Engine):
     def _require_rows(self, inputs: Inputs) -> None:
         """Refuse a first batch in which something that all examples share is as long as the batch.
 
-        Without its last row, the outputs of the others must stay the same.
+        Without its last row, the outputs of the others must stay the same. A model that is called in several ways has
+        a first batch of each.
         """
-        if self._looked or inputs.examples < 2 or len(inputs.mapped) < 2:
+        way = str(inputs.structure), tuple(inputs.mapped)
+        if way in self._followed or inputs.examples < 2 or len(inputs.mapped) < 2:
             return
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()  # without dropout
@@ -130,7 +132,7 @@ class MicrobatchEngine(Engine):
                 "outputs change: one may be shared by all examples and be as long as the first batch by chance; give "
                 "it a first dimension of 1 (mask[None]), or keep it in the model as a buffer"
             )
-        self._looked = True
+        self._followed.add(way)
 
     def _plainly(self, inputs: Inputs, rows: int) -> list[Tensor]:
         """The outputs with a row per example, of the first examples."""
