@@ -68,7 +68,7 @@ class Batch:
 
     def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool, examples: int) -> None:
         self.tape, self.model, self.rerun = tape, model, rerun
-        half_precision = any(entry.autocast[2] for entry in tape.entries)
+        half_precision = any(entry.autocast.enabled for entry in tape.entries)
         self.tolerance = 1e-2 if half_precision else 1e-4
         self.plain = list(range(examples))
         self._random = random.Random(seed)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from quell.torch.autocast import Autocast
 from quell.torch.nested import leaves, mapped, tensors_in
 from quell.torch.random_states import own_states, set_own_states
 
@@ -79,7 +80,7 @@ class _Entry:
     args: Any
     kwargs: Any
     made: list[Any]  # tensors and numbers, in the order of `leaves`
-    autocast: tuple[str, torch.dtype, bool]
+    autocast: Autocast
     model: bool = False
     random: Any = None  # the random numbers that the model began with, and went on from
 
@@ -190,8 +191,7 @@ class Tape:
         set_own_states(self._started)
         with torch.set_grad_enabled(grad):
             for entry in self.entries:
-                device, dtype, enabled = entry.autocast
-                with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+                with entry.autocast.again():
                     found = self._again(entry, values, sources, rerun)
                 if entry.model:
                     made += [value for value in found if value.requires_grad]
@@ -220,6 +220,5 @@ class Tape:
         ]
 
 
-def _autocast(made: Sequence[Any]) -> tuple[str, torch.dtype, bool]:
-    device = next((value.device.type for value in made if isinstance(value, Tensor)), "cpu")
-    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+def _autocast(made: Sequence[Any]) -> Autocast:
+    return Autocast.now(next((value.device.type for value in made if isinstance(value, Tensor)), "cpu"))

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from quell.errors import QuellError
+from quell.torch.autocast import Autocast
 from quell.torch.coupling import restored_buffers
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.rules import has_rows
@@ -37,13 +38,11 @@ class FirstBatch:
         self.engine = engine
         self._inputs: tuple[Any, Any] | None = None
         self._gradients: list[Tensor | None] = []
-        self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
         self._random: dict[str, Any] = {}  # the states before the forward pass
 
     def remember(self, args: Any, kwargs: Any) -> None:
-        kind = self.engine.device.type
         self._inputs, self._random = (args, kwargs), own_states()
-        self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        self._autocast = Autocast.now(self.engine.device.type)
 
     def watch(self, outputs: Any) -> None:
         """Keep the gradients of the model's outputs when they arrive."""
@@ -122,9 +121,7 @@ class FirstBatch:
         return bool(whole)
 
     def _run(self, inputs: Any) -> list[Tensor]:
-        enabled, dtype = self._autocast
-        autocast = torch.autocast(self.engine.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
-        with kept_states(self._random), torch.enable_grad(), autocast:
+        with kept_states(self._random), torch.enable_grad(), self._autocast.again():
             return _differentiable(self.engine.model(*inputs[0], **inputs[1]))
 
     def _measured(self, inputs: Any, gradients: list[Tensor | None], place: int | None) -> dict[str, Tensor]:

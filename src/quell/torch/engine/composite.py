@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from quell.errors import QuellError
+from quell.torch.autocast import lowered
 from quell.torch.engine.pieces import Outer, Piece, Rows, Stacked, kept
 from quell.torch.engine.rules import positions, summed
 
@@ -37,10 +38,7 @@ def attention(
             f"{engine.called(layer)} has kdim, vdim, add_bias_kv, add_zero_attn or no batch dimension: use "
             "clipping='microbatch', or an attention layer without them"
         )
-    inputs = [x if layer.batch_first else x.transpose(0, 1) for x in (query, key, value)]
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        inputs = [x.to(torch.get_autocast_dtype(kind)) for x in inputs]
+    inputs = [lowered(x if layer.batch_first else x.transpose(0, 1)) for x in (query, key, value)]
     weights = layer.in_proj_weight.detach().chunk(3)
     biases = [None] * 3 if layer.in_proj_bias is None else layer.in_proj_bias.detach().chunk(3)
     made = [functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
@@ -139,9 +137,7 @@ def _one_direction(
         None if (p := getattr(layer, f"{name}{suffix}", None)) is None else p.detach()
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    x = lowered(x)
     assert w_in is not None
     assert w_state is not None
     (projected,) = engine.tapped(layer, _cell_rule("ih", suffix), (functional.linear(x, w_in, b_in),), (x,))

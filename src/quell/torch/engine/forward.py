@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.noise.stream import uncompiled
+from quell.torch.autocast import Autocast, lowered
 from quell.torch.checks import in_a_sentence
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Piece, Rows
@@ -131,8 +132,8 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
         return tapped_linear(x, module.weight, module.bias, engine.anchor, engine.arrival(module, linear))
     if layer.rule is embedding:
         x = _own_rows(engine, layer, x)
-    elif layer.rule in LOWERED and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif layer.rule in LOWERED:
+        x = lowered(x)
     with swapped([module]):
         y = layer.forward(x)
     (y,) = engine.tapped(module, layer.rule, (y,), (x,))
@@ -153,8 +154,7 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
     given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[place] for place in given]
     layer.shared_inputs |= _shared_inputs(engine, tensors)
-    kind = tensors[0].device.type if tensors else "cpu"
-    lowered, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    autocast = Autocast.now(tensors[0].device.type if tensors else "cpu")
     for place in given:
         values[place] = None  # kept by the tap, where gradient checkpoints can drop it
 
@@ -164,7 +164,7 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
             again[place] = value
         again_args, again_kwargs = pytree.tree_unflatten(again, structure)
         others = {name: p.detach() for name, p in module.named_parameters() if name not in params}
-        with torch.autocast(kind, dtype=dtype, enabled=lowered, cache_enabled=False):
+        with autocast.again():
             found = pytree.tree_leaves(functional_call(module, {**others, **params}, again_args, again_kwargs))
         return tuple(found[place] for place in made)
 

@@ -19,6 +19,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
+from quell.torch.autocast import Autocast
 from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
@@ -41,7 +42,7 @@ class Inputs:
     mapped: list[int]  # which of them have one row per example
     examples: int
     random_state: dict[str, Any]
-    autocast: tuple[str, torch.dtype, bool]
+    autocast: Autocast
 
     def part(self, first: int, stop: int) -> list[Tensor]:
         return [self.values[place][first:stop] for place in self.mapped]
@@ -95,7 +96,7 @@ class MicrobatchEngine(Engine):
         tensors = {place: value for place, value in enumerate(values) if isinstance(value, Tensor) and value.dim()}
         if not tensors:
             raise QuellError("the model was called without a tensor: clipping='microbatch' needs to know the examples")
-        examples, way, kind = len(next(iter(tensors.values()))), str(structure), self.device.type
+        examples, way = len(next(iter(tensors.values()))), str(structure)
         own = {buffer.untyped_storage().data_ptr() for buffer in self.model.buffers()}
         self._shared |= {
             (way, place)
@@ -103,8 +104,7 @@ class MicrobatchEngine(Engine):
             if len(value) != examples or value.untyped_storage().data_ptr() in own
         }
         mapped = [place for place in tensors if (way, place) not in self._shared]
-        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        return Inputs(values, structure, mapped, examples, own_states(), autocast)
+        return Inputs(values, structure, mapped, examples, own_states(), Autocast.now(self.device.type))
 
     def _require_rows(self, inputs: Inputs) -> None:
         """Refuse a first batch in which something that all examples share is as long as the batch.
@@ -250,10 +250,10 @@ class _Example:
         for place, row in zip(self.inputs.mapped, rows, strict=True):
             values[place] = row.unsqueeze(0)
         args, kwargs = pytree.tree_unflatten(values, self.inputs.structure)
-        engine, (device, dtype, enabled) = self.engine, self.inputs.autocast
+        engine = self.engine
         engine._inside = True
         try:
-            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+            with self.inputs.autocast.again():
                 outputs = functional_call(engine.model, params, args, kwargs)
         finally:
             engine._inside = False
