@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quell.errors import QuellError, require_count
-from quell.torch.nested import leaves, mapped, tensors_in
+from quell.torch.nested import leaves, mapped, opened, tensors_in
 from quell.torch.random_states import kept_states, own_states
 
 _LOOKS = 4  # first batches that are changed twice
@@ -69,10 +69,11 @@ class Augmentation:
 
     def __call__(self, batch: Any) -> Any:
         """The batch with other inputs: its first element, if it is a list or a tuple, or all of it."""
-        if not isinstance(batch, (list, tuple)):
+        found = opened(batch) if isinstance(batch, (list, tuple)) else None
+        if found is None:
             return self._changed(batch)
-        made = [self._changed(batch[0]), *batch[1:]]
-        return made if isinstance(batch, list) else type(batch)(*made) if hasattr(batch, "_fields") else tuple(made)
+        (inputs, *others), with_parts = found
+        return with_parts([self._changed(inputs), *others])
 
     def _changed(self, inputs: Any) -> Any:
         count = _rows(inputs)
