@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quell.errors import QuellError, require_finite
-from quell.torch.sharding import dealt, local
+from quell.torch.sharding import dealt_like, local
 
 
 class AveragedWeights:
@@ -68,10 +68,8 @@ class AveragedWeights:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
-            names = [str(number) for number in range(len(self._values))]
-            loaded = dealt(dict(zip(names, state["values"], strict=True)), dict(zip(names, self._values, strict=True)))
-            for average, value in zip(self._values, loaded.values(), strict=True):
-                local(average).copy_(local(value))
+            for average, value in zip(self._values, state["values"], strict=True):
+                local(average).copy_(local(dealt_like(value, average)))
 
 
 def require_rate(ema: float | None) -> float | None:

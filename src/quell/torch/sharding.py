@@ -60,27 +60,23 @@ class Slices:
 
 def dealt(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Whole tensors, or saved slices of them, each dealt out over the ranks as the tensor of that name is."""
-    return {name: _dealt(value, like.get(name)) for name, value in values.items()}
+    return {name: dealt_like(value, like.get(name)) for name, value in values.items()}
 
 
-def _dealt(value: Any, like: Any) -> Any:
-    if isinstance(value, Slices):
-        if not is_sharded(like) or value.shape != like.shape:
-            full = value.cut(0, value.shape.numel()).view(value.shape)
-            return full.to(like.device) if isinstance(like, Tensor) else full
-        shard = shard_of(0, like)
-        held = value.cut(shard.offset, shard.length).view(local(like).shape).to(like.device)
-        return _put_together(held, like)
-    if not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
+def dealt_like(value: Any, like: Any) -> Any:
+    """A whole tensor, or saved slices of it, dealt out as the tensor `like` is; anything else as it is."""
+    dealt_out = isinstance(value, (Slices, Tensor)) and is_sharded(like) and value.shape == like.shape
+    if isinstance(value, Slices) and not dealt_out:
+        full = value.cut(0, value.shape.numel()).view(value.shape)
+        return full.to(like.device) if isinstance(like, Tensor) else full
+    if not dealt_out:
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    return distribute_tensor(value, like.device_mesh, like.placements)
-
-
-def _put_together(held: Tensor, like: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-
+    if isinstance(value, Tensor):
+        return distribute_tensor(value, like.device_mesh, like.placements)
+    shard = shard_of(0, like)
+    held = value.cut(shard.offset, shard.length).view(local(like).shape).to(like.device)
     return DTensor.from_local(held, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
@@ -143,4 +139,4 @@ def set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
 def shard_state(optimizer: Optimizer) -> None:
     """Deal tensors of a loaded state out again, as the parameters they belong to are."""
     for parameter, held in optimizer.state.items():
-        held.update(dealt(held, dict.fromkeys(held, parameter)))
+        held.update({name: dealt_like(value, parameter) for name, value in held.items()})
