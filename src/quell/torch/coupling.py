@@ -212,6 +212,18 @@ def restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                     buffer.copy_(value)
 
 
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode, without dropout; afterwards every module is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def _out_of_place(changes: Sequence[Tensor], stays: Sequence[Tensor]) -> bool:
     """Whether rows changed whose examples stay, in an output with a row per example; time may come first in it."""
     shape, examples = changes[0].shape, len(stays[0])

@@ -23,6 +23,7 @@ from quell.torch.autocast import Autocast
 from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
+from quell.torch.coupling import in_eval_mode
 from quell.torch.engine.base import Engine, is_differentiable
 from quell.torch.random_states import kept_states, own_states
 
@@ -113,17 +114,13 @@ class MicrobatchEngine(Engine):
         """
         if self._looked or inputs.examples < 2 or len(inputs.mapped) < 2:
             return
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()  # without dropout
         try:
-            whole = self._plainly(inputs, inputs.examples)
-            fewer = self._plainly(inputs, inputs.examples - 1)
+            with in_eval_mode(self.model):
+                whole = self._plainly(inputs, inputs.examples)
+                fewer = self._plainly(inputs, inputs.examples - 1)
             same = all(torch.allclose(a[:-1], b, rtol=0.05, atol=1e-3) for a, b in zip(whole, fewer, strict=True))
         except (RuntimeError, IndexError, ValueError):
             same = False
-        finally:
-            for module, training in modes:
-                module.training = training
         if not same:
             raise QuellError(
                 f"the model was given several tensors of {inputs.examples} rows, and without their last ones other "
