@@ -19,7 +19,6 @@ from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import refuse_wrong_arguments
-from quell.torch.clipping import Clipped
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import norm_of
@@ -113,7 +112,6 @@ class GivenSums(Engine):
 
     clipping = "given"
     sees_norms = False
-
     if_not_clipped = "clip every example's gradient before adding up"
 
     def flush(self) -> None:
@@ -129,7 +127,7 @@ class GivenSums(Engine):
                     f"the sum of {name} is {total.dtype} of shape {tuple(total.shape)}, the parameter has shape "
                     f"{tuple(self.params[name].shape)}: pass float32 sums of the parameters' shapes"
                 )
-        self._take(examples, Clipped(sums, examples, float(norm_of(sums.values()))))
+        self._take(examples, sums, norm_of(sums.values()))
 
 
 class AttachedOptimizer(PrivateOptimizer):

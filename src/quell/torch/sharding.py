@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from quell.errors import QuellError
 from quell.noise import Shard
+from quell.torch.engine.bounds import norm_of
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -95,6 +96,15 @@ def copies(tensor: Any, world: int) -> int:
         return world
     mesh = tensor.device_mesh
     return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
+
+
+def own_square(parameters: Sequence[Any], sums: Sequence[Tensor], world: int) -> Tensor:
+    """() float64, what this rank adds to the squared norm of sharded sums, of which it holds its own slices."""
+    squares = [
+        norm_of([held]).to(held.device, torch.float64).square() / copies(parameter, world)
+        for parameter, held in zip(parameters, sums, strict=True)
+    ]
+    return torch.stack(squares).sum()
 
 
 def shard_of(number: int, tensor: Any) -> Shard:

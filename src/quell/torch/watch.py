@@ -22,7 +22,7 @@ from quell.adapters.so_far import SoFar, run_facts
 from quell.errors import QuellError
 from quell.torch.distributed import decided, gather, sum_over_ranks
 from quell.torch.engine.bounds import norm_of
-from quell.torch.sharding import copies
+from quell.torch.sharding import own_square
 from quell.torch.transfer import Awaited
 from quell.watching.log import Log, Row, RunLog
 
@@ -130,13 +130,9 @@ class Watch:
 
     def _square(self, released: Sequence[Tensor]) -> Tensor:
         """() the squared norm of what was released; of sharded tensors, this rank's part of it."""
-        if not self._sharded:
-            return norm_of(released).double().square()
-        parts = [
-            norm_of([total]).double().square() / copies(parameter, self._run.world)
-            for parameter, total in zip(self._params, released, strict=True)
-        ]
-        return torch.stack(parts).sum()
+        if self._sharded:
+            return own_square(self._params, released, self._run.world)
+        return norm_of(released).double().square()
 
     def _finish(self, interval: Interval) -> None:
         """Send the numbers of an interval on their way."""

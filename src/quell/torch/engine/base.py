@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured, lengths
-from quell.torch.clipping import Clipped
 from quell.torch.engine.scales import Scale
 from quell.torch.sharding import any_sharded, local
 
@@ -109,19 +108,17 @@ class Engine(ABC):
                 "loss (an L2 penalty is the optimizer's weight_decay)"
             )
 
-    def _take(self, examples: int, clipped: Clipped) -> None:
-        """Add the sums of this rank's `examples`, which must not be larger than so many clipped gradients can make."""
-        self._require_bounded(clipped.norm, clipped.examples)
-        self._add(examples, clipped.sums)
-        for measured in clipped.measured:
-            self._keep_norms(measured)
+    def _take(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Add the sums of this rank's examples, whose `norm` must be one that so many clipped gradients can have."""
+        self._refuse_too_large(float(norm), examples)
+        self._add(examples, sums)
 
     def _keep_norms(self, measured: Measured, present: int | None = None) -> None:
         """Where they are asked for: those of the first units, which are `present` (default: all)."""
         if self.keeps_norms:
             self._norms.append(lengths(measured)[:present])
 
-    def _require_bounded(self, norm: float, examples: int) -> None:
+    def _refuse_too_large(self, norm: float, examples: int) -> None:
         if not norm <= examples * self.max_grad_norm * (1 + 1e-3):
             raise QuellError(
                 f"the sum has norm {norm:.4g}, more than {examples:,} gradients clipped to {self.max_grad_norm:g} can "

@@ -37,7 +37,7 @@ from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
 from quell.torch.nested import tensors_in
-from quell.torch.sharding import copies, own_share
+from quell.torch.sharding import own_share, own_square
 from quell.torch.transfer import Awaited
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class LayerEngine(Engine):
             recording.clip(examples)
             self._keep_norms(recording.measured, examples)
             own = torch._foreach_mul(list(recording.sums.values()), 1.0)  # the next replay overwrites its sums
-            self._take_sums(examples, dict(zip(recording.sums, own, strict=True)), recording.norm)
+            self._take(examples, dict(zip(recording.sums, own, strict=True)), recording.norm)
 
     def _clip(self, found: Found) -> None:
         pieces, units = self.pieces_of(found)
@@ -245,10 +245,10 @@ class LayerEngine(Engine):
         sums = self.clipped(pieces, units, examples)
         self._keep_norms(self.measured, examples)
         if self.sharded:
-            self._require_bounded(*self._norm_over_ranks(sums, examples))
+            self._refuse_too_large(*self._norm_over_ranks(sums, examples))
             self._add(examples, sums)
         else:
-            self._take_sums(examples, sums, norm_of(sums.values()))
+            self._take(examples, sums, norm_of(sums.values()))
 
     def pieces_of(self, found: Found) -> tuple[dict[Names, list[Piece]], int]:
         """All pieces of a backward pass, and of how many units they are."""
@@ -287,18 +287,18 @@ class LayerEngine(Engine):
             sums |= self._sums_of(own, factors)
         return sums
 
-    def _take_sums(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
-        """Add the sums. On a GPU their norm is looked at one step later, when it has long arrived."""
+    def _take(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
+        """On a GPU the norm of sums is looked at one step later, when it has long arrived."""
         self.require_bounded()
-        if norm.is_cuda:
-            self._last_sum = Awaited(norm), examples
-        else:
-            self._require_bounded(float(norm), examples)
+        if not norm.is_cuda:
+            super()._take(examples, sums, norm)
+            return
+        self._last_sum = Awaited(norm), examples
         self._add(examples, sums)
 
     def require_bounded(self) -> None:
         if self._last_sum is not None:
-            self._require_bounded(float(self._last_sum[0]), self._last_sum[1])
+            self._refuse_too_large(float(self._last_sum[0]), self._last_sum[1])
             self._last_sum = None  # not after an error: what was too large has been released
 
     def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor) -> dict[str, Tensor]:
@@ -311,17 +311,13 @@ class LayerEngine(Engine):
             whole = first.view(-1).float()
             sizes = [self.params[name].numel() for name in names]
             for name, total in zip(names, whole.split(sizes) if len(names) > 1 else (whole,), strict=True):
-                parameter = self.params[name]
-                sums[name] = total.view(parameter.shape)
-                if self.sharded:
-                    sums[name] = own_share(sums[name], parameter)
+                sums[name] = own_share(total.view(self.params[name].shape), self.params[name])
         return sums
 
     def _norm_over_ranks(self, sums: Mapping[str, Tensor], examples: int) -> tuple[float, int]:
         """The norm of sharded sums, and of how many examples on all ranks they are."""
-        both = torch.tensor([0.0, examples], dtype=torch.float64, device=next(iter(sums.values())).device)
-        for name, total in sums.items():
-            both[0] += norm_of([total]).to(both).square() / copies(self.params[name], world()[1])
+        own = own_square([self.params[name] for name in sums], list(sums.values()), world()[1])
+        both = torch.stack([own, own.new_tensor(examples)])
         sum_over_ranks([both])
         square, number = both.tolist()
         return math.sqrt(square), int(number)

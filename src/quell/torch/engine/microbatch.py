@@ -25,6 +25,7 @@ from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.coupling import in_eval_mode
 from quell.torch.engine.base import Engine, is_differentiable
+from quell.torch.engine.bounds import norm_of
 from quell.torch.random_states import kept_states, own_states
 
 _NOT_MAPPED = (
@@ -173,9 +174,11 @@ class MicrobatchEngine(Engine):
         factor = examples if self.mean_loss else 1
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * factor for leaf in done.leaves]
         clipped = self._clip(done.inputs, gradients)
-        if unused := self._unused(done, clipped.sums):
-            clipped = clipped._replace(sums={n: total for n, total in clipped.sums.items() if n not in unused})
-        self._take(examples, clipped)
+        unused = self._unused(done, clipped.sums)
+        sums = {name: total for name, total in clipped.sums.items() if name not in unused}
+        self._take(examples, sums, norm_of(sums.values()))
+        for measured in clipped.measured:
+            self._keep_norms(measured)
 
     def _unused(self, done: Pass, sums: Mapping[str, Tensor]) -> set[str]:
         """Of the parameters that have had no gradient yet, those that this loss does not use.
