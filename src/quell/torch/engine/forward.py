@@ -7,7 +7,7 @@ rule run as they are. Layers without one run again by `torch.func`, unless their
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,8 @@ from quell.noise.stream import uncompiled
 from quell.torch.autocast import Autocast, lowered
 from quell.torch.checks import in_a_sentence
 from quell.torch.engine.composite import COMPOSITES
-from quell.torch.engine.pieces import Piece, Rows
-from quell.torch.engine.rules import LOWERED, Rule, added, by_torch_func, embedding, has_rows, linear, rule_for
+from quell.torch.engine.pieces import Rows
+from quell.torch.engine.rules import LOWERED, Pieces, Rule, added, by_torch_func, embedding, has_rows, linear, rule_for
 from quell.torch.engine.taps import per_row, swapped, tapped_linear
 from quell.torch.random_states import kept_states
 
@@ -284,7 +284,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _row_rule(name: str) -> Rule:
-    def rule(layer: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
+    def rule(layer: Any, inputs: Any, gradients: Any, rows: int) -> Pieces:
         yield name, Rows(added(gradients[0], rows).unsqueeze(1))
 
     return rule
