@@ -62,7 +62,8 @@ class Private(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit" or self.optimizer is not None:
             return
-        _refuse_what_would_break_the_promise(trainer, pl_module, self.plan)
+        for problem in _problems(trainer, pl_module, self.plan):
+            raise QuellError(problem)
         configure, training_step = pl_module.configure_optimizers, pl_module.training_step
 
         @wraps(configure)
@@ -276,29 +277,34 @@ def _counted(optimizer: PrivateOptimizer) -> Any:
     return counted
 
 
-def _refuse_what_would_break_the_promise(trainer: Any, module: Any, plan: Plan) -> None:
-    epochs, steps = plan.epochs, plan.steps
-    problems = {
-        f"Lightning's {type(trainer.strategy).__name__} on several devices is not supported: pass strategy='ddp', or "
-        "ModelParallelStrategy and fully_shard in configure_model": (
-            trainer.world_size > 1 and not isinstance(trainer.strategy, (DDPStrategy, ModelParallelStrategy))
-        ),
-        "tensor parallelism is not supported: pass ModelParallelStrategy("
-        f"data_parallel_size={trainer.world_size}, tensor_parallel_size=1)": (
-            isinstance(trainer.strategy, ModelParallelStrategy)
-            and trainer.strategy.device_mesh["tensor_parallel"].size() > 1
-        ),
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: batches are the plan's; for less memory "
-        "pass physical_batch_size to Private": trainer.accumulate_grad_batches != 1,
-        "gradient_clip_val clips the noisy mean: leave it out, every example's gradient is clipped to "
-        "max_grad_norm": bool(trainer.gradient_clip_val),
-        f"limit_train_batches={trainer.limit_train_batches} would skip batches of the plan: leave it out": (
-            trainer.limit_train_batches not in (1.0, None)
-        ),
-        f"the trainer's max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps} allow more than the plan: "
-        f"pass max_epochs={epochs}": not (0 <= (trainer.max_epochs or -1) <= epochs or 0 <= trainer.max_steps <= steps),
-        "manual optimization is your own loop: use make_private there": not module.automatic_optimization,
-    }
-    for problem, found in problems.items():
-        if found:
-            raise QuellError(problem)
+def _problems(trainer: Any, module: Any, plan: Plan) -> Iterator[str]:
+    """What would break the promise, each in a sentence."""
+    strategy, epochs = trainer.strategy, plan.epochs
+    if trainer.world_size > 1 and not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+        yield (
+            f"Lightning's {type(strategy).__name__} on several devices is not supported: pass strategy='ddp', or "
+            "ModelParallelStrategy and fully_shard in configure_model"
+        )
+    if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
+        yield (
+            "tensor parallelism is not supported: pass ModelParallelStrategy("
+            f"data_parallel_size={trainer.world_size}, tensor_parallel_size=1)"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: batches are the plan's; for less "
+            "memory pass physical_batch_size to Private"
+        )
+    if trainer.gradient_clip_val:
+        yield (
+            "gradient_clip_val clips the noisy mean: leave it out, every example's gradient is clipped to max_grad_norm"
+        )
+    if trainer.limit_train_batches not in (1.0, None):
+        yield f"limit_train_batches={trainer.limit_train_batches} would skip batches of the plan: leave it out"
+    if not (0 <= (trainer.max_epochs or -1) <= epochs or 0 <= trainer.max_steps <= plan.steps):
+        yield (
+            f"the trainer's max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps} allow more than the "
+            f"plan: pass max_epochs={epochs}"
+        )
+    if not module.automatic_optimization:
+        yield "manual optimization is your own loop: use make_private there"
