@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
-from quell.torch.checkpoints import newest_whole, whole_on_first_rank, write_whole, write_whole_folder
+from quell.torch.checkpoints import newest_whole, state_of_model, write_whole, write_whole_file
 from quell.torch.checks import PlanMismatchWarning, require_plan
 from quell.torch.clip_norms import ClipNorm
 from quell.torch.distributed import decided
@@ -207,7 +207,7 @@ class WholeFiles(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(checkpoint, Path(path))
+        write_whole_file(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
         return super().load_checkpoint(newest_whole(Path(path)), *arguments, **options)
@@ -229,8 +229,7 @@ class ShardedStates:
         self.strategy.save_checkpoint, self.strategy.load_checkpoint = self.save, self.load
 
     def model_state(self) -> dict[str, Any]:
-        state = self.strategy.model.state_dict()
-        return dict(state) if self.sliced else whole_on_first_rank(state)
+        return state_of_model(self.strategy.model, self.sliced)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         plain: PrivateOptimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -239,10 +238,7 @@ class ShardedStates:
     def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         path = Path(self.strategy.broadcast(filepath))
         decided(lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        if self.sliced:
-            write_whole_folder(checkpoint, path)
-        else:
-            decided(lambda: write_whole(checkpoint, path))
+        write_whole(checkpoint, path, self.sliced)
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = decided(lambda: newest_whole(Path(checkpoint_path)))
