@@ -96,22 +96,22 @@ def attach(
     trained = _in_optimizer_order(optimizer, params)
     if any_sharded(trained.values()):
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private")
+    if log is not None and Log.of(log).norms:
+        raise QuellError("norms=True needs gradients that Quell clips, and this loop clips its own: leave it out")
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, trained, data, plan, bound, options) as run:
         require_agreement({**run.settings(), "physical_batch_size": physical_batch_size, "log": log})
         loader = PlannedLoader(data, run, physical_batch_size)
         copy_from_first_rank(list(trained.values()))
-        engine = GivenSums(trained, bound, "sum")
         if log is not None:
-            run.watch = Watch(log, run, engine)
-    return AttachedOptimizer(optimizer, run, engine), loader
+            run.watch = Watch(log, run, trained.values())
+    return AttachedOptimizer(optimizer, run, GivenSums(trained, bound, "sum")), loader
 
 
 class GivenSums(Engine):
     """Clipped sums that the loop computed."""
 
     clipping = "given"
-    sees_norms = False
     if_not_clipped = "clip every example's gradient before adding up"
 
     def flush(self) -> None:

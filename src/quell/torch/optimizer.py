@@ -79,7 +79,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        return self._engine.max_grad_norm
+        return self.run.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:

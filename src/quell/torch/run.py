@@ -98,6 +98,13 @@ class TrainingRun:
         self.spent = max(gather(self.noise.released))
 
     @property
+    def max_grad_norm(self) -> float:
+        """The most that one example, or user, moves the sums of a step: what the noise is for."""
+        bound = self.noise.max_grad_norm
+        assert bound is not None  # which only the noise of a bare NoiseSpec lacks
+        return bound
+
+    @property
     def expected_batch_size(self) -> float:
         """What gradient sums are divided by; the size that came up is private."""
         return self.batches.expected_size

@@ -87,9 +87,9 @@ def started_run(
         replay=True,  # a run that crashed before its first checkpoint starts again: the same steps, or none
         agree=agree if size > 1 else None,
     )
+    key_kept = options.key is not None or options.seed is not None
+    run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept, owned)
     try:
-        key_kept = options.key is not None or options.seed is not None
-        run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept, owned)
         run.share_released()
         if options.budget is not None:
             if isinstance(options.key, Key) and key.loaded and ledger is None and not rank:
@@ -100,7 +100,7 @@ def started_run(
             run.charge = _charging(plan, chosen, key, options.budget)
         yield run
     except BaseException:
-        noise.close()
+        run.close()
         raise
 
 

@@ -24,7 +24,6 @@ class Engine(ABC):
     """What the optimizer asks of a way of clipping."""
 
     clipping: ClassVar[str]  # as the user names it
-    sees_norms: ClassVar[bool] = True  # of single gradients
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
     unseen: ClassVar[str | None] = None  # where gradients pass this engine by; None: those are the loop's own business
 
