@@ -90,27 +90,28 @@ class Batch:
         return None
 
     def _problem(self, base: _Way, group: list[int]) -> str | None:
+        """Is anything coupled between the examples of a group, marked by 1, and the others?"""
         source, other = (self._random.choice(self.plain or [0]) for _ in range(2))
         ways = [
             [source if which else row for row, which in enumerate(group)],
             [row if which else other for row, which in enumerate(group)],
             [source if which else other for which in group],
         ]
-        losses, changes = [base.loss], []
+        losses, outputs, gradients = [base.loss], [], []  # of the last two: where they change, of those that are used
         for sources in ways:
             way = self._run(sources)
             losses.append(way.loss)
-            changes.append((self._changed(base.outputs, way.outputs), self._changed(base.gradients, way.gradients)))
+            outputs.append(self._changed(base.outputs, way.outputs, base.used))
+            gradients.append(self._changed(base.gradients, way.gradients, base.used))
             if written := self._written(base, way):
                 return written
-        for what in (0, 1):
-            for a, b, used in zip(changes[0][what], changes[1][what], base.used, strict=True):
-                if used and a.dim() and bool((a & b).any()):
-                    return _LOSS_COUPLES if what else self._mixes(ways)
+        if _in_both(*outputs[:2]):
+            return self._mixes(ways)
+        if _in_both(*gradients[:2]):
+            return _LOSS_COUPLES
         stays = [torch.tensor([row == now for row, now in enumerate(sources)]) for sources in ways[:2]]
-        for a, b, used in zip(changes[0][0], changes[1][0], base.used, strict=True):
-            if used and _out_of_place((a, b), stays):
-                return _OUT_OF_PLACE
+        if any(_out_of_place(both, stays) for both in zip(*outputs[:2], strict=True)):
+            return _OUT_OF_PLACE
         own = [output for output, used in zip(base.outputs, base.used, strict=True) if used and not output.dim()]
         if own:  # a row's part of the loss is the same number in two ways each, so only their sum is rounded
             gap = losses[0] + losses[3] - losses[1] - losses[2]
@@ -135,8 +136,9 @@ class Batch:
         gradients = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, found, strict=True)]
         return _Way(float(loss.detach()), outputs, gradients, [g is not None for g in found], written)
 
-    def _changed(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
-        return [differ(a.detach(), b.detach(), self.tolerance) for a, b in zip(before, after, strict=True)]
+    def _changed(self, before: Sequence[Tensor], after: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor]:
+        pairs = zip(before, after, used, strict=True)
+        return [differ(a.detach(), b.detach(), self.tolerance) for a, b, counts in pairs if counts]
 
     def _written(self, base: _Way, way: _Way) -> str | None:
         for name, value in base.buffers.items():
@@ -222,6 +224,11 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _in_both(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Whether a number, other than one for the whole batch, is marked in both."""
+    return any(a.dim() > 0 and bool((a & b).any()) for a, b in zip(first, second, strict=True))
 
 
 def _out_of_place(changes: Sequence[Tensor], stays: Sequence[Tensor]) -> bool:

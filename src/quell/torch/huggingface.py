@@ -258,11 +258,12 @@ class PrivateTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        is_sharded = self.is_fsdp_enabled and self._planned is not None
         if has_slices(Path(resume_from_checkpoint)):
-            if self._planned is not None or not self.is_fsdp_enabled:  # else it comes again, when the model is sharded
+            if is_sharded or not self.is_fsdp_enabled:  # otherwise Trainer calls this again, when the model is sharded
                 saved, target = read_slices(Path(resume_from_checkpoint))["model"], model or self.model
                 target.load_state_dict(dealt(saved, target.state_dict()))
-        elif not (self.is_fsdp_enabled and self._planned is not None):  # else it came before the model was sharded
+        elif not is_sharded:  # otherwise `train` loaded the weights before the model was sharded
             with self._as_without_fsdp():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -68,30 +68,34 @@ class FirstBatch:
             return False  # the model was not called as a whole, and there is nothing to run again
         own_loss = all(not g.dim() for g in known)
         with_rows = all(g.dim() and len(g) == rows for g in known)
-        units = rows // unit
-        first = _largest(known, units) if with_rows else 0
+        first = _largest(known, rows // unit) if with_rows else 0
         if own_loss or with_rows:
-            few = min(_FEW, max(2, units - 1))
-            order = [first, *(number for number in range(units) if number != first)]
-            beside = order[:few] if own_loss else [first, *[order[-1] if units > 2 else first] * (few - 1)]
             try:
-                seen = True
-                for backwards in (False, True):
-                    orders, place = [order[:few], beside], 0
-                    if backwards:
-                        orders, place = [numbers[::-1] for numbers in orders], few - 1
-                    cuts = [_cut(inputs, rows, unit, numbers) for numbers in orders]
-                    # Beside the gradients of others, and alone: hooks in the model must not mix them either.
-                    together = gradients if own_loss else _cut(gradients, rows, unit, orders[0])
-                    alone = gradients if own_loss else [_only(place, few, unit, g) for g in together]
-                    seen &= self._look(rows, cuts, together, alone, None if own_loss else place)
-                return seen
+                return self._compare_few(inputs, gradients, rows, None if own_loss else first)
             except QuellError:
                 raise
             except (RuntimeError, IndexError, ValueError):
                 engine.take_finished()  # what was cut too is no example's, such as a mask that has as many rows
-        alone = [_only(first, units, unit, g) for g in gradients] if with_rows else gradients
+        alone = [_only(first, rows // unit, unit, g) for g in gradients] if with_rows else gradients
         return self._look(rows, [inputs, inputs], gradients, alone, first if with_rows else None)
+
+    def _compare_few(self, inputs: Any, gradients: list[Tensor | None], rows: int, first: int | None) -> bool:
+        """The same with few units, in two orders, for the `first` of them, or for all if the model returns its loss."""
+        unit, units = self.engine.rows_per_unit, rows // self.engine.rows_per_unit
+        few = min(_FEW, max(2, units - 1))
+        order = [first or 0, *(number for number in range(units) if number != (first or 0))]
+        by_taps = by_autograd = order[:few]
+        if first is not None:
+            by_autograd = [first] + [order[-1] if units > 2 else first] * (few - 1)
+        seen = True
+        for place, orders in ((0, (by_taps, by_autograd)), (few - 1, (by_taps[::-1], by_autograd[::-1]))):
+            cuts = [_cut(inputs, rows, unit, numbers) for numbers in orders]
+            if first is None:
+                seen &= self._look(rows, cuts, gradients, gradients, None)
+            else:  # beside the gradients of others, and alone: hooks in the model must not mix them either
+                together = _cut(gradients, rows, unit, orders[0])
+                seen &= self._look(rows, cuts, together, [_only(place, few, unit, g) for g in together], place)
+        return seen
 
     def _look(self, rows: int, inputs: list[Any], together: Any, alone: Any, place: int | None) -> bool:
         """Compare the gradients of the unit at this place, or of all units; whether there is anything to compare."""

@@ -144,22 +144,26 @@ class LayerEngine(Engine):
             backward = torch._C._current_graph_task_id()
             if within >= 0:
                 self._outer[backward] = self._outer.get(within, within)
-            found = self._pass(self._outer.get(backward, backward))
             self._require_rows(module, gradients, expected)
-            self.lowered |= gradients[0].element_size() < 4
-            trained = self.layers[id(module)].trained
-            if not gradients[0].shape[0]:  # an empty batch, of which rules cannot tell the shapes
-                for name in trained.values():
-                    found[name].append(Rows(gradients[0].new_zeros(0, self.params[name].numel())))
-                return
-            kind = gradients[0].device.type
-            lowered = torch.is_autocast_enabled(kind)  # where backward() is called inside of autocast
-            with torch.autocast(kind, enabled=False) if lowered else nullcontext():
-                for name, piece in rule(module, inputs, gradients, self.rows_per_unit):
-                    if name in trained:
-                        found[trained[name]].append(piece)
+            self._add_pieces(self._pass(self._outer.get(backward, backward)), module, rule, inputs, gradients)
 
         return arrived
+
+    def _add_pieces(
+        self, found: Found, module: nn.Module, rule: Rule, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+    ) -> None:
+        self.lowered |= gradients[0].element_size() < 4
+        trained = self.layers[id(module)].trained
+        if not gradients[0].shape[0]:  # an empty batch, of which rules cannot tell the shapes
+            for name in trained.values():
+                found[name].append(Rows(gradients[0].new_zeros(0, self.params[name].numel())))
+            return
+        kind = gradients[0].device.type
+        lowered = torch.is_autocast_enabled(kind)  # where backward() is called inside of autocast
+        with torch.autocast(kind, enabled=False) if lowered else nullcontext():
+            for name, piece in rule(module, inputs, gradients, self.rows_per_unit):
+                if name in trained:
+                    found[trained[name]].append(piece)
 
     def _require_current(self, called: Callable[[], str], made_at: int, used: bool) -> None:
         if made_at != self.collected:
