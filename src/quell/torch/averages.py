@@ -25,7 +25,10 @@ class AveragedWeights:
         self.rate = rate
         self.shown = False  # whether the model has the averaged weights now
         self._params = list(params)
-        self._values = [torch.zeros_like(p, dtype=_wide(p.dtype), requires_grad=False) for p in self._params]
+        self._values = [
+            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+            for p in self._params
+        ]
 
     def update(self, stepped: Iterable[nn.Parameter], step: int) -> None:
         """Let the weights after step number `step`, counted from 1, join the average of the parameters that stepped."""
@@ -78,7 +81,3 @@ def require_rate(ema: float | None) -> float | None:
     if rate is not None and not 0 < rate < 1:
         raise QuellError(f"ema={rate:g} must be between 0 and 1: the share of the past that a step leaves, as 0.98")
     return rate
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

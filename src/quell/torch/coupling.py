@@ -63,7 +63,7 @@ class _Way:
     buffers: dict[str, Tensor]  # that the pass has written
 
 
-class Batch:
+class CouplingTest:
     """A batch as it is, and with one group of its examples replaced by one of them, or the other group, or both."""
 
     def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool, examples: int) -> None:

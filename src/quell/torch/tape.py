@@ -81,8 +81,11 @@ class _Entry:
     kwargs: Any
     made: list[Any]  # tensors and numbers, in the order of `leaves`
     autocast: Autocast
-    model: bool = False
-    random: Any = None  # the random numbers that the model began with, and went on from
+    random: Any = None  # of a pass through the model: the random numbers that it began with, and went on from
+
+    @property
+    def model(self) -> bool:
+        return self.random is not None
 
 
 @dataclass(eq=False)
@@ -134,20 +137,21 @@ class Tape:
             made = _numeric(made)
         found = [value for value in leaves(made) if isinstance(value, (Tensor, _Number))]
         if found or getattr(function, "__name__", "") in ("__setitem__", "register_hook"):
-            self._write(_Entry(function, args, kwargs, found, _autocast(found)))
+            self._write(function, args, kwargs, found)
         return made
 
     def note_model(self, model: Any, args: Any, kwargs: Any, made: Any, began: Any) -> None:
         """Write a pass through the model down."""
         found = tensors_in(made)
         self.model_nodes += [value.grad_fn for value in found]
-        self._write(_Entry(model, args, kwargs, found, _autocast(found), True, (began, own_states())))
+        self._write(model, args, kwargs, found, (began, own_states()))
 
-    def _write(self, entry: _Entry) -> None:
-        self.entries.append(entry)
-        for value in entry.made:
-            if isinstance(value, Tensor):
-                self._watch(value)
+    def _write(self, function: Any, args: Any, kwargs: Any, made: list[Any], random: Any = None) -> None:
+        tensors = [value for value in made if isinstance(value, Tensor)]
+        autocast = Autocast.now(tensors[0].device.type if tensors else "cpu")
+        self.entries.append(_Entry(function, args, kwargs, made, autocast, random))
+        for tensor in tensors:
+            self._watch(tensor)
 
     def _watch(self, tensor: Tensor) -> None:
         if type(tensor) in (Tensor, Watched):
@@ -218,7 +222,3 @@ class Tape:
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
         ]
-
-
-def _autocast(made: Sequence[Any]) -> Autocast:
-    return Autocast.now(next((value.device.type for value in made if isinstance(value, Tensor)), "cpu"))

@@ -154,7 +154,11 @@ class FirstBatch:
 def _cut(inputs: Any, rows: int, unit: int, units: list[int]) -> Any:
     """The inputs with these units only."""
     chosen = [unit * number + row for number in units for row in range(unit)]
-    return mapped(lambda v: _rows(v, chosen) if has_rows(v, rows) else v, inputs)
+
+    def cut(value: Any) -> Any:
+        return value.detach()[chosen].requires_grad_(value.requires_grad) if has_rows(value, rows) else value
+
+    return mapped(cut, inputs)
 
 
 def _only(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
@@ -209,10 +213,6 @@ _DROPOUTS = {
     functional.alpha_dropout,
     functional.feature_alpha_dropout,
 }
-
-
-def _rows(value: Tensor, chosen: list[int]) -> Tensor:
-    return value.detach()[chosen].requires_grad_(value.requires_grad)
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:

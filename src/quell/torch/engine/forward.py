@@ -80,9 +80,6 @@ class TappedForward:
 
     __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
 
-    def __repr__(self) -> str:
-        return "<tapped forward>"
-
 
 def layers_to_tap(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[nn.Module, Layer]]:
     """Every module that uses trained parameters, whose names are given by their ids.

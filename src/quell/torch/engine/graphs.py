@@ -136,9 +136,6 @@ class GraphedForward:
 
     __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
 
-    def __repr__(self) -> str:
-        return "<forward with CUDA graphs>"
-
 
 class Recording:
     """One forward pass, its backward pass and the clipping, for inputs like these."""
