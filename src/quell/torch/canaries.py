@@ -36,7 +36,7 @@ class PlantedCanaries:
         self.watched = Canaries(run.mechanism, accounted, count, key)
         self._batches = Batches(run.batches.scheme, count, key)  # drawn apart: they say nothing of who else is drawn
         self._stream, self._step, self._drawn = self._batches.starting(0), -1, np.zeros(0, np.int64)
-        self._bound = run.max_grad_norm
+        self._unit = run.max_grad_norm
         # Coordinates of all parameters in a line, and for each parameter that has some, which canaries are where.
         coordinates = self.watched.random.choice(sum(sizes), count, replace=False)
         ends = np.cumsum(sizes)
@@ -47,8 +47,8 @@ class PlantedCanaries:
             for mine in [np.flatnonzero(owners == place)]
         ]
 
-    def plant(self, sums: Sequence[Tensor], unfinished: Unfinished) -> None:
-        """Add the canaries of the step that are included, and note what was at their coordinates before."""
+    def plant(self, sums: Sequence[Tensor], unfinished: Unfinished, max_grad_norm: float) -> None:
+        """Add the canaries of the step that are included, clipped as gradients are, and note what was there before."""
         due = unfinished.received
         if due is None:  # the step is about to be refused
             return
@@ -57,9 +57,9 @@ class PlantedCanaries:
         if due.number:  # canaries come with the first part of a batch
             return
         there = self._of(due.step)
-        loud = torch.tensor([_LOUD * self._bound])
+        loud = torch.tensor([_LOUD * max_grad_norm])
         added = torch.zeros(self.watched.count)
-        added[torch.from_numpy(there[self.watched.included[there]])] = loud * clip_factors(loud, self._bound)
+        added[torch.from_numpy(there[self.watched.included[there]])] = loud * clip_factors(loud, max_grad_norm)
         for place, mine, offsets in self._places:
             flat, own = sums[place].view(-1), added[mine]
             flat.index_add_(0, offsets.to(flat.device), own.to(flat.device, flat.dtype))
@@ -67,7 +67,7 @@ class PlantedCanaries:
     def find(self, step: int, released: Sequence[Tensor], unfinished: Unfinished) -> None:
         """Note what a step has released about the canaries, beside what was known before."""
         if step < self.watched.steps:
-            left = (self._at(released) - unfinished.known) / self._bound
+            left = (self._at(released) - unfinished.known) / self._unit
             self.watched.record(step, self._of(step), left)
 
     def state_dict(self) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class PrivateOptimizer(Optimizer):
         examples, sums = self._engine.collect()
         unfinished = self.run.unfinished
         if self.run.planted is not None:
-            self.run.planted.plant(sums, unfinished)
+            self.run.planted.plant(sums, unfinished, self._engine.max_grad_norm)
         unfinished.examples += examples
         unfinished.norms += self._engine.take_norms()
         if unfinished.sums is None:
