@@ -31,8 +31,6 @@ _PER_EXAMPLE = (
     "compute one loss per example, from the model's outputs, and add these up (with loss_reduction='sum') or divide by "
     "the number of examples"
 )
-
-
 _LOSS_COUPLES = (
     "the loss couples the examples of a batch: the gradient of one example's output changes with the other examples (a "
     "mean over all tokens, class weights or ignore_index in a mean, statistics of the batch, pairs of examples), so "
@@ -43,8 +41,6 @@ _OWN_LOSS = (
     "over the tokens of the whole batch does not), so clipping would bound nobody's influence: leave the labels out of "
     f"the model's arguments, {_PER_EXAMPLE}"
 )
-
-
 _OUT_OF_PLACE = (
     "rows of the model's outputs belong to other examples than the same rows of the batch (shuffled, rolled or paired "
     "with others), so one example would be clipped in several places: give the model the rows in the loader's order, "
@@ -54,7 +50,7 @@ _OUT_OF_PLACE = (
 
 @dataclass(eq=False)
 class _Way:
-    """What came of one way to fill the batch."""
+    """What the loop's work makes of the batch with some of its examples replaced."""
 
     loss: float
     outputs: list[Tensor]

@@ -94,13 +94,13 @@ class Tape:
 
     examples: int
     on_backward: Callable[[Tape], None]
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, and their values
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, and copies of their values
     entries: list[_Entry] = field(default_factory=list)
     loss: Tensor | None = None
     weights: Any = None  # backward's argument
     model_nodes: list[Any] = field(default_factory=list)  # where the model's outputs hang in autograd's graph
-    _alive: list[weakref.ref[Tensor]] = field(default_factory=list)
-    _started: Any = None
+    _alive: list[weakref.ref[Tensor]] = field(default_factory=list)  # what is watched
+    _started: Any = None  # the random numbers that the loop began with
 
     running: ClassVar[Tape | None] = None  # the one that watches now
 

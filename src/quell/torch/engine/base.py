@@ -25,7 +25,7 @@ class Engine(ABC):
 
     clipping: ClassVar[str]  # as the user names it
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
-    unseen: ClassVar[str | None] = None  # where gradients pass this engine by; None: those are the loop's own business
+    unseen: ClassVar[str | None] = None  # how a loss can pass the engine by, in an error; None: that is not refused
 
     def __init__(
         self, params: Mapping[str, nn.Parameter], max_grad_norm: ClipNorm | Bounds, loss_reduction: str

@@ -34,6 +34,8 @@ _FEW = 8  # units that are looked at
 
 
 class FirstBatch:
+    """Remembers a forward pass and the gradients that came to its outputs, and runs both again to compare."""
+
     def __init__(self, engine: LayerEngine) -> None:
         self.engine = engine
         self._inputs: tuple[Any, Any] | None = None

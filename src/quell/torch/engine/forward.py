@@ -45,7 +45,7 @@ class Layer:
     rule: Rule | None
     trained: Mapping[str, str]  # from its own names of its parameters to the optimizer's
     forward: Callable[..., Any]  # as it was before
-    row_by_row: bool | None = None  # whether its parameters may be given to it once for every row
+    row_by_row: bool | None = None  # whether it takes its parameters once for every row; None: not known yet
     whole: bool = False  # whether its parameters are those of the modules in it too
     shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
     shared_inputs: set[int] = field(default_factory=set)  # without a rule: which all examples were seen to share

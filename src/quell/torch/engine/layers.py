@@ -47,6 +47,8 @@ Found = dict[str, list[Piece]]  # by the parameter's name
 
 
 class LayerEngine(Engine):
+    """Clips what layers with trained parameters show of every unit: `rows_per_unit` rows in a row of the batch."""
+
     clipping = "layers"
     unseen = "outside its layer"
 
@@ -61,7 +63,7 @@ class LayerEngine(Engine):
         super().__init__(params, max_grad_norm, loss_reduction)
         self.model, self.rows_per_unit = model, rows_per_unit
         self.layers: dict[int, Layer] = {}
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # so that layers' outputs do
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # makes autograd run every tap
         self.idle = False  # whether layers run as if they had no taps
         self.lowered = False  # whether a layer has computed in less than float32, wherever autocast was turned on
         self.running = False  # whether a forward pass for training is under way
@@ -70,10 +72,10 @@ class LayerEngine(Engine):
         self.collected = 0  # how often sums were collected: gradients of older forward passes are refused
         self.open: Recording | None = None  # whose forward pass was replayed, and whose backward pass is to come
         self._replayed: list[Recording] = []  # whose backward pass was replayed, and that are still to be clipped
-        self._finished: list[Found] = []
+        self._finished: list[Found] = []  # of backward passes that are done and not clipped yet
         self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
-        self._outer: dict[int, int] = {}  # of a backward pass inside another, which reentrant checkpoints have
-        self._first = None if self.sharded else FirstBatch(self)
+        self._outer: dict[int, int] = {}  # from a backward pass inside another (reentrant checkpoints) to the outermost
+        self._first = None if self.sharded else FirstBatch(self)  # None when the first batch was compared
         self.measured: Measured = []  # the units that were clipped last, before clipping
         self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -133,6 +135,7 @@ class LayerEngine(Engine):
     # Backward
 
     def arrival(self, module: nn.Module, rule: Rule) -> Arrived:
+        """What the tap behind a call of the module is to do when gradients arrive: keep their pieces, by the rule."""
         within, used, expected = torch._C._current_graph_task_id(), [False], self.rows
         made_at = self.collected
         if within >= 0:  # a reentrant checkpoint runs its layers again, and has a backward pass of its own

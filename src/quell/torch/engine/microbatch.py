@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
@@ -26,6 +26,7 @@ from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.coupling import in_eval_mode
 from quell.torch.engine.base import Engine, is_differentiable
 from quell.torch.engine.bounds import norm_of
+from quell.torch.engine.rules import pulled_back
 from quell.torch.random_states import kept_states, own_states
 
 _NOT_MAPPED = (
@@ -56,7 +57,7 @@ class Pass:
 
     leaves: list[Tensor]
     inputs: Inputs
-    given_up: list[bool]  # not empty when another forward pass came first
+    given_up: list[bool]  # holds True once another forward pass came before a gradient did
 
 
 class MicrobatchEngine(Engine):
@@ -212,10 +213,7 @@ class MicrobatchEngine(Engine):
         count = len(gradients)
 
         def pulled(p: dict[str, Tensor], *values: Tensor) -> dict[str, Tensor]:
-            made, pull = vjp(lambda q: run(q, *values[count:]), p)
-            arrived = tuple(g.to(output.dtype) for g, output in zip(values[:count], made, strict=True))
-            back: dict[str, Tensor] = pull(arrived)[0]
-            return back
+            return pulled_back(lambda q: run(q, *values[count:]), p, values[:count])
 
         per_example = vmap(pulled, in_dims=(None,) + (0,) * (count + len(inputs.mapped)), randomness="different")
 

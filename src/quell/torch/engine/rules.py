@@ -116,15 +116,20 @@ def by_torch_func(
 
     def one(params: dict[str, Tensor], gradient: tuple[Tensor, ...], *row: Any) -> dict[str, Tensor]:
         batch = [v.unsqueeze(0) if axis == 0 else v for v, axis in zip(row, mapped, strict=True)]
-        made, pull = vjp(lambda p: tuple(o[0] for o in call(p, *batch)), params)
-        back: dict[str, Tensor] = pull(tuple(g.to(o.dtype) for g, o in zip(gradient, made, strict=True)))[0]
-        return back
+        return pulled_back(lambda p: tuple(o[0] for o in call(p, *batch)), params, gradient)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")  # for layers that vmap runs row by row
         found = vmap(one, in_dims=(None, 0, *mapped), randomness="error")(own, tuple(gradients), *inputs)
     for name, value in found.items():
         yield name, Rows(added(wide(value), rows))
+
+
+def pulled_back(run: Callable[..., Tensors], params: dict[str, Tensor], gradients: Tensors) -> dict[str, Tensor]:
+    """The gradients of the parameters, from those of what `run` makes of them."""
+    made, pull = vjp(run, params)
+    found: dict[str, Tensor] = pull(tuple(g.to(o.dtype) for g, o in zip(gradients, made, strict=True)))[0]
+    return found
 
 
 def trains(layer: Any, name: str) -> bool:
