@@ -79,11 +79,12 @@ class Augmentation:
         count = _rows(inputs)
         if not self._looks or count <= self.rows:  # nobody else in it
             return self.change(inputs)
+        given = mapped(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
         before = own_states()
-        made = self.change(inputs)
+        made = self.change(inputs)  # which may write into them
         for units in self._chosen(count // self.rows):
             stays = units.repeat_interleave(self.rows)
-            others = mapped(partial(self._others_replaced, stays=stays), inputs)
+            others = mapped(partial(self._others_replaced, stays=stays), given)
             with kept_states(before):
                 again = self.change(others)
             self._require_apart(made, again, stays)
