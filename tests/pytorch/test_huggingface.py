@@ -324,5 +324,4 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_ways_to_shard_that_are_refused(state, message, plan, tmp_path):
     trainer = trainer_of(bert(), tmp_path, plan)
     vars(trainer).update(state)
-    with pytest.raises(QuellError, match=message):
-        trainer._refuse_what_would_break_the_promise(trainer.args)
+    assert any(message in said for said in trainer._problems(trainer.args))

@@ -22,6 +22,7 @@ from quell.torch.checks import PlanMismatchWarning, require_plan
 from quell.torch.clip_norms import ClipNorm
 from quell.torch.distributed import decided
 from quell.torch.loader import PlannedSteps
+from quell.torch.nested import mapped
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.private import make_private
 from quell.torch.sharding import dealt
@@ -68,7 +69,14 @@ class Private(Callback):
 
         @wraps(configure)
         def privately() -> Any:
-            return self._swapped(configure(), pl_module)
+            """What `configure_optimizers` returns, with the private optimizer in the place of the plain one."""
+
+            def swapped(part: Any) -> Any:
+                if isinstance(part, LRScheduler):
+                    part.optimizer = self._private(part.optimizer, pl_module)
+                return self._private(part, pl_module) if isinstance(part, Optimizer) else part
+
+            return mapped(swapped, configure())
 
         @wraps(training_step)
         def in_parts(batch: Any, *arguments: Any, **options: Any) -> Any:
@@ -129,19 +137,6 @@ class Private(Callback):
         if self.optimizer is None:
             raise QuellError("nothing was trained yet: call trainer.fit first")
         return self.optimizer.privacy_report()
-
-    def _swapped(self, configured: Any, module: Any) -> Any:
-        """What `configure_optimizers` returned, with the private optimizer in the place of the plain one."""
-        if isinstance(configured, Optimizer):
-            return self._private(configured, module)
-        if isinstance(configured, LRScheduler):
-            configured.optimizer = self._private(configured.optimizer, module)
-            return configured
-        if isinstance(configured, dict):
-            return {name: self._swapped(value, module) for name, value in configured.items()}
-        if isinstance(configured, (list, tuple)):
-            return type(configured)(self._swapped(value, module) for value in configured)
-        return configured
 
     def _private(self, optimizer: Optimizer, module: Any) -> PrivateOptimizer:
         if self.optimizer is None:

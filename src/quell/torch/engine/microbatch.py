@@ -47,8 +47,9 @@ class Inputs:
     random_state: dict[str, Any]
     autocast: Autocast
 
-    def part(self, first: int, stop: int) -> list[Tensor]:
-        return [self.values[place][first:stop] for place in self.mapped]
+    def of(self, examples: slice) -> list[Tensor]:
+        """The arguments with one row per example, of some examples."""
+        return [self.values[place][examples] for place in self.mapped]
 
 
 @dataclass(eq=False)
@@ -134,7 +135,7 @@ class MicrobatchEngine(Engine):
     def _plainly(self, inputs: Inputs, rows: int) -> list[Tensor]:
         """The outputs with a row per example, of the first examples."""
         values = list(inputs.values)
-        for place, value in zip(inputs.mapped, inputs.part(0, rows), strict=True):
+        for place, value in zip(inputs.mapped, inputs.of(slice(rows)), strict=True):
             values[place] = value
         args, kwargs = pytree.tree_unflatten(values, inputs.structure)
         made = pytree.tree_leaves(self._plain_forward(*args, **kwargs))
@@ -146,7 +147,7 @@ class MicrobatchEngine(Engine):
         example = _Example(self, inputs)
         run = vmap(example, in_dims=(None,) + (0,) * len(inputs.mapped), randomness="different")
         with in_a_sentence("running the model one example at a time, by torch.func.vmap,", _NOT_MAPPED):
-            parts = [run(self._detached(), *inputs.part(*bounds)) for bounds in self._bounds(inputs.examples)]
+            parts = [run(self._detached(), *inputs.of(some)) for some in self._micro_batches(inputs)]
         return example.rebuilt([torch.cat(columns) for columns in zip(*parts, strict=True)])
 
     def _cut(self, outputs: Any, inputs: Inputs) -> Any:
@@ -192,7 +193,7 @@ class MicrobatchEngine(Engine):
             return set(zero)
         params = {name: parameter.requires_grad_() for name, parameter in self._detached().items()}
         with kept_states(done.inputs.random_state), torch.enable_grad():
-            outputs = _Example(self, done.inputs)(params, *(row[0] for row in done.inputs.part(0, 1)))
+            outputs = _Example(self, done.inputs)(params, *(row[0] for row in done.inputs.of(slice(1))))
             pairs = zip(outputs, done.leaves, strict=True)
             used = [output for output, leaf in pairs if leaf.grad is not None and output.requires_grad]
             if not used:
@@ -219,8 +220,8 @@ class MicrobatchEngine(Engine):
 
         def micro_batches() -> Iterator[dict[str, Tensor]]:
             with kept_states(inputs.random_state):
-                for first, stop in self._bounds(inputs.examples):
-                    made = per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
+                for some in self._micro_batches(inputs):
+                    made = per_example(params, *(g[some] for g in gradients), *inputs.of(some))
                     for name, scale in self.scales.items():
                         made[name] = made[name].float() * scale.entries.view(params[name].shape)
                     yield made
@@ -228,8 +229,8 @@ class MicrobatchEngine(Engine):
         with torch.no_grad(), in_a_sentence("the gradient of one example, by torch.func.vmap,", _NOT_MAPPED):
             return sum_clipped(micro_batches(), params, self.bounds)
 
-    def _bounds(self, examples: int) -> list[tuple[int, int]]:
-        return [(first, min(first + self.size, examples)) for first in range(0, examples, self.size)]
+    def _micro_batches(self, inputs: Inputs) -> list[slice]:
+        return [slice(first, first + self.size) for first in range(0, inputs.examples, self.size)]
 
     def _detached(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.params.items()}
