@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import partial
 
@@ -324,4 +325,4 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_ways_to_shard_that_are_refused(state, message, plan, tmp_path):
     trainer = trainer_of(bert(), tmp_path, plan)
     vars(trainer).update(state)
-    assert any(message in said for said in trainer._problems(trainer.args))
+    assert any(re.search(message, said) for said in trainer._problems(trainer.args))
