@@ -54,8 +54,9 @@ class PrivateOptimizer(Optimizer):
         self._to_replay: Start | None = None
         self._averages = None if ema is None else AveragedWeights(self._trained, ema)
         run.forget_gradients = engine.discard
-        for hooks in _HOOKS:  # hooks registered here run when the wrapped optimizer steps, saves and loads
-            setattr(self, hooks, getattr(optimizer, hooks))
+        for name, held in list(vars(optimizer).items()):
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(self, name, held)  # hooks registered here run when the wrapped optimizer steps, saves and loads
         for part in parts_of(optimizer):
             part.register_step_pre_hook(self._require_noise)
             part.register_step_post_hook(self._average)
@@ -334,14 +335,6 @@ class PrivateOptimizer(Optimizer):
                 self._warns_of_schedule = False
 
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 _SAME_PARAMETERS = "freeze, unfreeze and add layers before calling it"
 
 

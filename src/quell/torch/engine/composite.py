@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from quell.errors import QuellError
 from quell.torch.autocast import lowered
 from quell.torch.engine.pieces import Outer, Rows, Stacked, kept
-from quell.torch.engine.rules import Pieces, Rule, Tensors, linear, positions, summed, trains
+from quell.torch.engine.rules import Pieces, Rule, Tensors, is_trained, linear, positions, summed
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -63,11 +63,11 @@ def attention(
 
 def _projections(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
     gs = [positions(g, rows) for g in gradients]
-    if trains(layer, "in_proj_weight"):
+    if is_trained(layer, "in_proj_weight"):
         pairs = zip(gs, (positions(x, rows) for x in inputs), strict=True)
         shape = layer.out_proj.weight.shape
         yield "in_proj_weight", Stacked([kept(Outer(g, a.to(g.dtype)), shape) for g, a in pairs])
-    if trains(layer, "in_proj_bias"):
+    if is_trained(layer, "in_proj_bias"):
         yield "in_proj_bias", Rows(torch.cat([summed(g).values for g in gs], dim=1))
 
 
@@ -127,12 +127,7 @@ def recurrent(
 
 
 def _one_direction(
-    engine: LayerEngine,
-    layer: Any,
-    suffix: str,
-    x: Tensor,
-    start: Tensors,
-    lengths: Tensor | None,
+    engine: LayerEngine, layer: Any, suffix: str, x: Tensor, start: Tensors, lengths: Tensor | None
 ) -> tuple[Tensor, Tensors]:
     w_in, w_state, b_in, b_state = (
         None if (p := getattr(layer, f"{name}{suffix}", None)) is None else p.detach()
@@ -230,18 +225,9 @@ def _gru(from_input: Tensor, from_state: Tensor, state: Tensors, layer: Any) -> 
     return ((1 - update) * new + update * state[0],)
 
 
-_GATES: dict[str, Callable[..., Tensors]] = {
-    "RNN_TANH": _rnn,
-    "RNN_RELU": _rnn,
-    "LSTM": _lstm,
-    "GRU": _gru,
-}
+_GATES: dict[str, Callable[..., Tensors]] = {"RNN_TANH": _rnn, "RNN_RELU": _rnn, "LSTM": _lstm, "GRU": _gru}
 
-_CELLS: dict[type[nn.Module], Callable[..., Tensors]] = {
-    nn.RNNCell: _rnn,
-    nn.LSTMCell: _lstm,
-    nn.GRUCell: _gru,
-}
+_CELLS: dict[type[nn.Module], Callable[..., Tensors]] = {nn.RNNCell: _rnn, nn.LSTMCell: _lstm, nn.GRUCell: _gru}
 
 COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.MultiheadAttention: attention,

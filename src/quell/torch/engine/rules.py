@@ -40,10 +40,10 @@ def linear(
 ) -> Pieces:
     """A product with a weight (outputs, inputs), or with one that is `transposed`, and a bias: each by its name."""
     g = positions(gradients[0], rows)
-    if trains(layer, weight):
+    if is_trained(layer, weight):
         a = positions(inputs[0], rows).to(g.dtype)
         yield weight, kept(Outer(a, g) if transposed else Outer(g, a), getattr(layer, weight).shape)
-    if trains(layer, bias):
+    if is_trained(layer, bias):
         yield bias, summed(g)
 
 
@@ -61,11 +61,11 @@ def convolution(
     layer: Any, inputs: Tensors, gradients: Tensors, rows: int, through: Callable[[Tensor], Tensor] | None = None
 ) -> Pieces:
     g = by_unit(gradients[0], rows)
-    if trains(layer, "weight"):
+    if is_trained(layer, "weight"):
         x = by_unit(inputs[0].to(g.dtype), rows)
         found = Patches(g, x, Window.of(layer), layer.groups, through, standardised=through is not None)
         yield "weight", found.kept(layer.weight.shape)
-    if trains(layer, "bias"):
+    if is_trained(layer, "bias"):
         yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=wide_type(g)))
 
 
@@ -84,9 +84,9 @@ def normalisation(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) ->
     epsilon = _epsilon(layer)
     epsilon = torch.finfo(x.dtype).eps if epsilon is None else epsilon
     scales, shifts = kernels.scale_gradients(x, g, epsilon, isinstance(layer, nn.LayerNorm))
-    if trains(layer, "weight"):
+    if is_trained(layer, "weight"):
         yield "weight", Rows(scales.view(-1, *shape))
-    if trains(layer, "bias"):
+    if is_trained(layer, "bias"):
         yield "bias", Rows(shifts.view(-1, *shape))
 
 
@@ -95,9 +95,9 @@ def channel_normalisation(layer: Any, inputs: Tensors, gradients: Tensors, rows:
     x, g = (v.flatten(2) if v.dim() > 2 else v.unsqueeze(2) for v in (inputs[0], gradients[0]))
     groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else layer.num_features
     scales, shifts = kernels.channel_scale_gradients(x, g, groups, layer.eps)
-    if trains(layer, "weight"):
+    if is_trained(layer, "weight"):
         yield "weight", Rows(added(scales, rows))
-    if trains(layer, "bias"):
+    if is_trained(layer, "bias"):
         yield "bias", Rows(added(shifts, rows))
 
 
@@ -132,7 +132,7 @@ def pulled_back(run: Callable[..., Tensors], params: dict[str, Tensor], gradient
     return found
 
 
-def trains(layer: Any, name: str) -> bool:
+def is_trained(layer: Any, name: str) -> bool:
     """Whether the layer has a parameter of this name that is trained."""
     parameter = getattr(layer, name, None)
     return parameter is not None and parameter.requires_grad
