@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quell.errors import QuellError, require_finite
+from quell.torch.engine.bounds import wide_type
 from quell.torch.sharding import dealt_like, local
 
 
@@ -25,10 +26,7 @@ class AveragedWeights:
         self.rate = rate
         self.shown = False  # whether the model has the averaged weights now
         self._params = list(params)
-        self._values = [
-            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
-            for p in self._params
-        ]
+        self._values = [torch.zeros_like(p, dtype=wide_type(p), requires_grad=False) for p in self._params]
 
     def update(self, stepped: Iterable[nn.Parameter], step: int) -> None:
         """Let the weights after step number `step`, counted from 1, join the average of the parameters that stepped."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quell.torch.engine.bounds import wide
 from quell.torch.nested import tensors_in
 from quell.torch.tape import Tape
 
@@ -182,7 +183,7 @@ class CouplingTest:
 
 def differ(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
     """Where two tensors are apart by more than their rounding, as a share of the largest number in them."""
-    a, b = a.double() if a.dtype == torch.float64 else a.float(), b.to(a.device)
+    a, b = wide(a), b.to(a.device)
     scale = torch.cat([value.nan_to_num(0.0, 0.0, 0.0).abs().reshape(-1) for value in (a, b.to(a.dtype))])
     limit = tolerance * scale.amax() if scale.numel() else 0.0
     return ((a - b).abs() > limit) | (a.isnan() != b.isnan()) | (a.isinf() != b.isinf())
