@@ -49,6 +49,11 @@ def test_views_of_one_example_are_clipped_as_one(options):
         torch.testing.assert_close(p.grad * 8, right, rtol=0, atol=1e-5, msg=name)
 
 
+def test_a_function_may_write_into_its_inputs():
+    _, _, loader = private(seeded(1), augment=lambda x: x.add_(torch.randn_like(x)))
+    assert len(next(iter(loader))[0])
+
+
 def test_views_are_the_same_after_a_crash(tmp_path):
     """Three steps after the checkpoint come again, compared with the ledger's digests."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import partial
 
@@ -294,8 +295,7 @@ def test_a_loss_of_ones_own_is_declared_per_example(plan, tmp_path):
 def test_checkpoints_are_not_published(plan, tmp_path):
     trainer = trainer_of(bert(), tmp_path, plan)
     trainer.args.push_to_hub, trainer.args.hub_strategy = True, "all_checkpoints"
-    with pytest.raises(QuellError, match="would publish checkpoints, which can hold noise"):
-        trainer._refuse_what_would_break_the_promise(trainer.args)
+    assert any("would publish checkpoints, which can hold noise" in said for said in trainer._problems(trainer.args))
 
 
 def test_a_loss_that_is_not_per_example_is_refused(plan, tmp_path):
@@ -325,5 +325,4 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_ways_to_shard_that_are_refused(state, message, plan, tmp_path):
     trainer = trainer_of(bert(), tmp_path, plan)
     vars(trainer).update(state)
-    with pytest.raises(QuellError, match=message):
-        trainer._refuse_what_would_break_the_promise(trainer.args)
+    assert any(re.search(message, said) for said in trainer._problems(trainer.args))

@@ -32,6 +32,19 @@ def one_step(model, optimizer, batch):
     optimizer.step()
 
 
+@pytest.mark.parametrize("options", [{"cuda_graphs": True}, {"canaries": 10**6}, {"correct_moments": True}], ids=str)
+def test_a_run_that_is_refused_leaves_the_model_to_the_next_try(options, plan):
+    model = network()
+    with pytest.raises(QuellError, match=next(iter(options))):
+        private(plan, model=model, **options)
+    train(*private(plan, model=model))
+
+
+def test_no_optimizer_at_all(plan):
+    with pytest.raises(QuellError, match="optimizer is an empty list"):
+        make_private(network(), [], examples(), plan)
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_a_model_that_writes_into_its_weights_what_it_saw(kind, plan):
     """max_norm rescales the rows of a batch's tokens in the forward pass: a release without noise, also when frozen."""

@@ -19,7 +19,6 @@ from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import refuse_wrong_arguments
-from quell.torch.clipping import Clipped
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import norm_of
@@ -97,23 +96,22 @@ def attach(
     trained = _in_optimizer_order(optimizer, params)
     if any_sharded(trained.values()):
         raise QuellError("attach takes whole parameters, and these are sharded: use make_private")
+    if log is not None and Log.of(log).norms:
+        raise QuellError("norms=True needs gradients that Quell clips, and this loop clips its own: leave it out")
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, trained, data, plan, bound, options) as run:
         require_agreement({**run.settings(), "physical_batch_size": physical_batch_size, "log": log})
         loader = PlannedLoader(data, run, physical_batch_size)
         copy_from_first_rank(list(trained.values()))
-        engine = GivenSums(trained, bound, "sum")
         if log is not None:
-            run.watch = Watch(log, run, engine)
-    return AttachedOptimizer(optimizer, run, engine), loader
+            run.watch = Watch(log, run, trained.values())
+    return AttachedOptimizer(optimizer, run, GivenSums(trained, bound, "sum")), loader
 
 
 class GivenSums(Engine):
     """Clipped sums that the loop computed."""
 
     clipping = "given"
-    sees_norms = False
-
     if_not_clipped = "clip every example's gradient before adding up"
 
     def flush(self) -> None:
@@ -130,7 +128,7 @@ class GivenSums(Engine):
                     f"{tuple(self.params[name].shape)}: pass float32 sums of the parameters' shapes"
                 )
         own = {name: total.clone() for name, total in sums.items()}  # the loop may write the next ones over its own
-        self._take(examples, Clipped(own, examples, float(norm_of(own.values()))))
+        self._take(examples, own, norm_of(own.values()))
 
 
 class AttachedOptimizer(PrivateOptimizer):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quell.errors import QuellError, require_count
-from quell.torch.nested import leaves, mapped, tensors_in
+from quell.torch.nested import leaves, mapped, opened, tensors_in
 from quell.torch.random_states import kept_states, own_states
 
 _LOOKS = 4  # first batches that are changed twice
@@ -69,20 +69,22 @@ class Augmentation:
 
     def __call__(self, batch: Any) -> Any:
         """The batch with other inputs: its first element, if it is a list or a tuple, or all of it."""
-        if not isinstance(batch, (list, tuple)):
+        found = opened(batch) if isinstance(batch, (list, tuple)) else None
+        if found is None:
             return self._changed(batch)
-        made = [self._changed(batch[0]), *batch[1:]]
-        return made if isinstance(batch, list) else type(batch)(*made) if hasattr(batch, "_fields") else tuple(made)
+        (inputs, *others), with_parts = found
+        return with_parts([self._changed(inputs), *others])
 
     def _changed(self, inputs: Any) -> Any:
         count = _rows(inputs)
         if not self._looks or count <= self.rows:  # nobody else in it
             return self.change(inputs)
+        given = mapped(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
         before = own_states()
-        made = self.change(inputs)
+        made = self.change(inputs)  # which may write into them
         for units in self._chosen(count // self.rows):
             stays = units.repeat_interleave(self.rows)
-            others = mapped(partial(self._others_replaced, stays=stays), inputs)
+            others = mapped(partial(self._others_replaced, stays=stays), given)
             with kept_states(before):
                 again = self.change(others)
             self._require_apart(made, again, stays)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from quell.errors import QuellError, require_finite
-from quell.torch.sharding import dealt, local
+from quell.torch.engine.bounds import wide_type
+from quell.torch.sharding import dealt_like, local
 
 
 class AveragedWeights:
@@ -25,7 +26,7 @@ class AveragedWeights:
         self.rate = rate
         self.shown = False  # whether the model has the averaged weights now
         self._params = list(params)
-        self._values = [torch.zeros_like(p, dtype=_wide(p.dtype), requires_grad=False) for p in self._params]
+        self._values = [torch.zeros_like(p, dtype=wide_type(p), requires_grad=False) for p in self._params]
 
     def update(self, stepped: Iterable[nn.Parameter], step: int) -> None:
         """Let the weights after step number `step`, counted from 1, join the average of the parameters that stepped."""
@@ -68,10 +69,8 @@ class AveragedWeights:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
-            names = [str(number) for number in range(len(self._values))]
-            loaded = dealt(dict(zip(names, state["values"], strict=True)), dict(zip(names, self._values, strict=True)))
-            for average, value in zip(self._values, loaded.values(), strict=True):
-                local(average).copy_(local(value))
+            for average, value in zip(self._values, state["values"], strict=True):
+                local(average).copy_(local(dealt_like(value, average)))
 
 
 def require_rate(ema: float | None) -> float | None:
@@ -80,7 +79,3 @@ def require_rate(ema: float | None) -> float | None:
     if rate is not None and not 0 < rate < 1:
         raise QuellError(f"ema={rate:g} must be between 0 and 1: the share of the past that a step leaves, as 0.98")
     return rate
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from quell._types import Array
 from quell.auditing import Canaries
 from quell.errors import QuellError
 from quell.schemes import Batches
 from quell.torch.clip_norms import clip_factors
-from quell.torch.engine.base import Engine
 from quell.torch.run import TrainingRun, Unfinished
+from quell.torch.sharding import any_sharded
 
 _LOUD = 10.0  # how many clip norms a canary's gradient has before it is clipped
 
@@ -24,10 +24,10 @@ _LOUD = 10.0  # how many clip norms a canary's gradient has before it is clipped
 class PlantedCanaries:
     """The canaries of a run, each with a coordinate of the trained parameters that is its own."""
 
-    def __init__(self, run: TrainingRun, engine: Engine, count: int) -> None:
-        params = list(engine.params.values())
+    def __init__(self, run: TrainingRun, params: Iterable[nn.Parameter], count: int) -> None:
+        params = list(params)
         sizes = [parameter.numel() for parameter in params]
-        if run.world > 1 or engine.sharded:
+        if run.world > 1 or any_sharded(params):
             raise QuellError("canaries= needs the whole model in one process: audit a run of one process")
         if count > sum(sizes):
             raise QuellError(f"canaries={count:,} need a coordinate each, and the model has {sum(sizes):,}: use fewer")
@@ -36,7 +36,7 @@ class PlantedCanaries:
         self.watched = Canaries(run.mechanism, accounted, count, key)
         self._batches = Batches(run.batches.scheme, count, key)  # drawn apart: they say nothing of who else is drawn
         self._stream, self._step, self._drawn = self._batches.starting(0), -1, np.zeros(0, np.int64)
-        self._engine, self._unit = engine, float(run.noise.max_grad_norm or 1.0)
+        self._unit = run.max_grad_norm
         # Coordinates of all parameters in a line, and for each parameter that has some, which canaries are where.
         coordinates = self.watched.random.choice(sum(sizes), count, replace=False)
         ends = np.cumsum(sizes)
@@ -47,8 +47,8 @@ class PlantedCanaries:
             for mine in [np.flatnonzero(owners == place)]
         ]
 
-    def plant(self, sums: Sequence[Tensor], unfinished: Unfinished) -> None:
-        """Add the canaries of the step that are included, and note what was at their coordinates before."""
+    def plant(self, sums: Sequence[Tensor], unfinished: Unfinished, max_grad_norm: float) -> None:
+        """Add the canaries of the step that are included, clipped as gradients are, and note what was there before."""
         due = unfinished.received
         if due is None:  # the step is about to be refused
             return
@@ -57,10 +57,9 @@ class PlantedCanaries:
         if due.number:  # canaries come with the first part of a batch
             return
         there = self._of(due.step)
-        bound = self._engine.max_grad_norm
-        loud = torch.tensor([_LOUD * bound])
+        loud = torch.tensor([_LOUD * max_grad_norm])
         added = torch.zeros(self.watched.count)
-        added[torch.from_numpy(there[self.watched.included[there]])] = loud * clip_factors(loud, bound)
+        added[torch.from_numpy(there[self.watched.included[there]])] = loud * clip_factors(loud, max_grad_norm)
         for place, mine, offsets in self._places:
             flat, own = sums[place].view(-1), added[mine]
             flat.index_add_(0, offsets.to(flat.device), own.to(flat.device, flat.dtype))

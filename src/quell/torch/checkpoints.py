@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +52,13 @@ def save_checkpoint(
     """
     path = Path(path)
     decided(lambda: _require_kept_key(optimizer))
-    model_state = model.state_dict()
     state = {
-        "model": dict(model_state) if sharded else whole_on_first_rank(model_state),
+        "model": state_of_model(model, sharded),
         "optimizer": optimizer.sharded_state_dict() if sharded else optimizer.state_dict(),
         "loader": loader.state_dict(),
         "others": {name: other.state_dict() for name, other in others.items()},
     }
-    if sharded:
-        write_whole_folder(state, path)
-    else:
-        decided(lambda: write_whole(state, path))
+    write_whole(state, path, sharded)
 
 
 def load_checkpoint(
@@ -113,15 +108,18 @@ def load_checkpoint(
     return optimizer.run.step
 
 
-def write_whole(state: Any, path: Path) -> None:
+def write_whole_file(state: Any, path: Path) -> None:
     """Write a state into a file, or leave everything as it was."""
     new = path.with_name(path.name + ".new")
     write_file(state, new)
     _replace(path, new)
 
 
-def write_whole_folder(state: Any, path: Path) -> None:
-    """The same for a folder of slices, which all ranks write together."""
+def write_whole(state: Any, path: Path, sharded: bool) -> None:
+    """The same from all ranks: a file, which rank 0 writes, or a folder into which every rank writes its part."""
+    if not sharded:
+        decided(lambda: write_whole_file(state, path))
+        return
     new = path.with_name(path.name + ".new")
 
     def empty() -> None:
@@ -130,7 +128,6 @@ def write_whole_folder(state: Any, path: Path) -> None:
 
     def finish() -> None:
         mark_whole(new)
-        keep_name(new / "any")
         _replace(path, new)
 
     decided(empty)
@@ -180,8 +177,11 @@ def _require_kept_key(optimizer: PrivateOptimizer) -> None:
         )
 
 
-def whole_on_first_rank(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Sharded tensors whole, one after the other; only rank 0, which writes them, keeps them."""
+def state_of_model(model: nn.Module, sharded: bool) -> dict[str, Any]:
+    """Sharded tensors as they are, or else whole, one after the other; only rank 0, which writes them, keeps those."""
+    state = model.state_dict()
+    if sharded:
+        return dict(state)
     kept: dict[str, Any] = {}
     for name, value in state.items():
         full = whole(value)

@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
 from quell.torch.clip_norms import Bounds, Measured, clip_factors
-from quell.torch.engine.bounds import full_precision, norm_of
+from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.pieces import Rows
 from quell.torch.engine.together import sums_of, whole_norms
 
@@ -26,12 +26,10 @@ Gradients = Mapping[str, Tensor]  # per-example: (micro-batch, *shape of the par
 
 
 class Clipped(NamedTuple):
-    """Clipped gradients, added up: how many they are, and the norm that their sum has (sharded: over all ranks)."""
+    """Sums of clipped gradients by parameter, and the gradients' norms before clipping, micro-batch by micro-batch."""
 
     sums: Mapping[str, Tensor]
-    examples: int
-    norm: float
-    measured: Sequence[Measured] = ()  # the gradients before clipping, where they were seen
+    measured: Sequence[Measured]
 
 
 def clipped_sum(
@@ -79,9 +77,8 @@ def clipped_sum(
 def sum_clipped(micro_batches: Iterable[Gradients], params: Mapping[str, Tensor], bounds: Bounds) -> Clipped:
     """The clipped sum of per-example gradients that come in micro-batches."""
     totals = {n: torch.zeros(p.shape, dtype=torch.float64, device=p.device) for n, p in params.items()}
-    examples, seen = 0, []
+    seen = []
     for gradients in micro_batches:
-        examples += len(next(iter(gradients.values())))
         measured: Measured = []
         with torch.no_grad(), full_precision():
             for bound in bounds.groups:
@@ -92,8 +89,7 @@ def sum_clipped(micro_batches: Iterable[Gradients], params: Mapping[str, Tensor]
                 for name, total in zip(names, sums_of(pieces, clip_factors(norms, bound)), strict=True):
                     totals[name].view(-1).add_(total)
         seen.append(measured)
-    sums = {name: total.float() for name, total in totals.items()}
-    return Clipped(sums, examples, float(norm_of(sums.values())), seen)
+    return Clipped({name: total.float() for name, total in totals.items()}, seen)
 
 
 def _examples(batch: tuple[Any, ...]) -> int:

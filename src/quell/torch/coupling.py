@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quell.torch.engine.bounds import wide
 from quell.torch.nested import tensors_in
 from quell.torch.tape import Tape
 
@@ -31,8 +32,6 @@ _PER_EXAMPLE = (
     "compute one loss per example, from the model's outputs, and add these up (with loss_reduction='sum') or divide by "
     "the number of examples"
 )
-
-
 _LOSS_COUPLES = (
     "the loss couples the examples of a batch: the gradient of one example's output changes with the other examples (a "
     "mean over all tokens, class weights or ignore_index in a mean, statistics of the batch, pairs of examples), so "
@@ -43,8 +42,6 @@ _OWN_LOSS = (
     "over the tokens of the whole batch does not), so clipping would bound nobody's influence: leave the labels out of "
     f"the model's arguments, {_PER_EXAMPLE}"
 )
-
-
 _OUT_OF_PLACE = (
     "rows of the model's outputs belong to other examples than the same rows of the batch (shuffled, rolled or paired "
     "with others), so one example would be clipped in several places: give the model the rows in the loader's order, "
@@ -54,7 +51,7 @@ _OUT_OF_PLACE = (
 
 @dataclass(eq=False)
 class _Way:
-    """What came of one way to fill the batch."""
+    """What the loop's work makes of the batch with some of its examples replaced."""
 
     loss: float
     outputs: list[Tensor]
@@ -63,12 +60,12 @@ class _Way:
     buffers: dict[str, Tensor]  # that the pass has written
 
 
-class Batch:
+class CouplingTest:
     """A batch as it is, and with one group of its examples replaced by one of them, or the other group, or both."""
 
     def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool, examples: int) -> None:
         self.tape, self.model, self.rerun = tape, model, rerun
-        half_precision = any(entry.autocast[2] for entry in tape.entries)
+        half_precision = any(entry.autocast.enabled for entry in tape.entries)
         self.tolerance = 1e-2 if half_precision else 1e-4
         self.plain = list(range(examples))
         self._random = random.Random(seed)
@@ -90,27 +87,28 @@ class Batch:
         return None
 
     def _problem(self, base: _Way, group: list[int]) -> str | None:
+        """Is anything coupled between the examples of a group, marked by 1, and the others?"""
         source, other = (self._random.choice(self.plain or [0]) for _ in range(2))
         ways = [
             [source if which else row for row, which in enumerate(group)],
             [row if which else other for row, which in enumerate(group)],
             [source if which else other for which in group],
         ]
-        losses, changes = [base.loss], []
+        losses, outputs, gradients = [base.loss], [], []  # of the last two: where they change, of those that are used
         for sources in ways:
             way = self._run(sources)
             losses.append(way.loss)
-            changes.append((self._changed(base.outputs, way.outputs), self._changed(base.gradients, way.gradients)))
+            outputs.append(self._changed(base.outputs, way.outputs, base.used))
+            gradients.append(self._changed(base.gradients, way.gradients, base.used))
             if written := self._written(base, way):
                 return written
-        for what in (0, 1):
-            for a, b, used in zip(changes[0][what], changes[1][what], base.used, strict=True):
-                if used and a.dim() and bool((a & b).any()):
-                    return _LOSS_COUPLES if what else self._mixes(ways)
+        if _in_both(*outputs[:2]):
+            return self._mixes(ways)
+        if _in_both(*gradients[:2]):
+            return _LOSS_COUPLES
         stays = [torch.tensor([row == now for row, now in enumerate(sources)]) for sources in ways[:2]]
-        for a, b, used in zip(changes[0][0], changes[1][0], base.used, strict=True):
-            if used and _out_of_place((a, b), stays):
-                return _OUT_OF_PLACE
+        if any(_out_of_place(both, stays) for both in zip(*outputs[:2], strict=True)):
+            return _OUT_OF_PLACE
         own = [output for output, used in zip(base.outputs, base.used, strict=True) if used and not output.dim()]
         if own:  # a row's part of the loss is the same number in two ways each, so only their sum is rounded
             gap = losses[0] + losses[3] - losses[1] - losses[2]
@@ -135,8 +133,9 @@ class Batch:
         gradients = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, found, strict=True)]
         return _Way(float(loss.detach()), outputs, gradients, [g is not None for g in found], written)
 
-    def _changed(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
-        return [differ(a.detach(), b.detach(), self.tolerance) for a, b in zip(before, after, strict=True)]
+    def _changed(self, before: Sequence[Tensor], after: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor]:
+        pairs = zip(before, after, used, strict=True)
+        return [differ(a.detach(), b.detach(), self.tolerance) for a, b, counts in pairs if counts]
 
     def _written(self, base: _Way, way: _Way) -> str | None:
         for name, value in base.buffers.items():
@@ -184,7 +183,7 @@ class Batch:
 
 def differ(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
     """Where two tensors are apart by more than their rounding, as a share of the largest number in them."""
-    a, b = a.double() if a.dtype == torch.float64 else a.float(), b.to(a.device)
+    a, b = wide(a), b.to(a.device)
     scale = torch.cat([value.nan_to_num(0.0, 0.0, 0.0).abs().reshape(-1) for value in (a, b.to(a.dtype))])
     limit = tolerance * scale.amax() if scale.numel() else 0.0
     return ((a - b).abs() > limit) | (a.isnan() != b.isnan()) | (a.isinf() != b.isinf())
@@ -210,6 +209,23 @@ def restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                 holder[name] = buffer
                 with torch.no_grad():
                     buffer.copy_(value)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode, without dropout; afterwards every module is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _in_both(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Whether a number, other than one for the whole batch, is marked in both."""
+    return any(a.dim() > 0 and bool((a & b).any()) for a, b in zip(first, second, strict=True))
 
 
 def _out_of_place(changes: Sequence[Tensor], stays: Sequence[Tensor]) -> bool:

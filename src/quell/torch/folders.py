@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from quell.errors import QuellError
+from quell.files import keep_name
 from quell.torch.distributed import world
 
 _LIST = "quell.json"
@@ -62,6 +63,7 @@ def mark_whole(folder: Path) -> None:
     new.write_text(json.dumps({str(path.relative_to(folder)): path.stat().st_size for path in files}), encoding="utf-8")
     _onto_disk(new)
     os.replace(new, folder / _LIST)
+    keep_name(folder / _LIST)
 
 
 def is_whole_folder(folder: Path) -> bool:

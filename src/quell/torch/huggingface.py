@@ -74,7 +74,8 @@ class PrivateTrainer(Trainer):
         self._private = {"physical_batch_size": self.args.per_device_train_batch_size, **(private or {})}
         self._planned: PlannedSteps | None = None
         self._resuming = False
-        self._refuse_what_would_break_the_promise(self.args)
+        for problem in self._problems(self.args):
+            raise QuellError(problem)
         self._take_accumulation_as_parts(self.args)
         self.args.ignore_data_skip = True  # the plan's loader knows by itself where a resumed run stands
         self.add_callback(_PlannedProgress(self))
@@ -257,11 +258,12 @@ class PrivateTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        is_sharded = self.is_fsdp_enabled and self._planned is not None
         if has_slices(Path(resume_from_checkpoint)):
-            if self._planned is not None or not self.is_fsdp_enabled:  # else it comes again, when the model is sharded
+            if is_sharded or not self.is_fsdp_enabled:  # otherwise Trainer calls this again, when the model is sharded
                 saved, target = read_slices(Path(resume_from_checkpoint))["model"], model or self.model
                 target.load_state_dict(dealt(saved, target.state_dict()))
-        elif not (self.is_fsdp_enabled and self._planned is not None):  # else it came before the model was sharded
+        elif not is_sharded:  # otherwise `train` loaded the weights before the model was sharded
             with self._as_without_fsdp():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -306,63 +308,86 @@ class PrivateTrainer(Trainer):
             )
         args.gradient_accumulation_steps = 1
 
-    def _refuse_what_would_break_the_promise(self, args: TrainingArguments) -> None:
-        epochs = self.plan.epochs
+    def _problems(self, args: TrainingArguments) -> Iterator[str]:
+        """What would break the promise, or the run, each in a sentence."""
+        epochs, steps = self.plan.epochs, self.plan.steps
         own_loss = [
             kind.__name__
             for kind in type(self).__mro__
             if "compute_loss" in vars(kind) and not issubclass(kind, PrivateTrainer) and kind is not Trainer
         ]
-        problems = {
-            f"{', '.join(own_loss)} computes a loss of its own, which PrivateTrainer would replace by that of the "
-            "model's task: write your own loop with make_private (docs/trainers.md has one for DPO)": own_loss
-            not in ([], ["SFTTrainer"]),
-            f"{type(self).__name__} overrides compute_loss, and what that does to a batch cannot be known: pass "
-            "example_losses=, a function from outputs and labels to one loss per example, and put PrivateTrainer first "
-            "among the bases": type(self).compute_loss is not PrivateTrainer.compute_loss,
-            "packing and padding_free put several examples into one row, so no example's gradient can be clipped: pass "
-            "packing=False and padding_free=False": getattr(args, "packing", False)
-            or getattr(args, "padding_free", False),
-            f"loss_type={getattr(args, 'loss_type', None)!r} is not supported: PrivateTrainer computes 'nll', one loss "
-            "per example": getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"),
-            "save_only_model=True saves checkpoints from which the run cannot go on: leave it out": (
-                args.save_only_model and args.save_strategy != "no"
-            ),
-            "several GPUs in one process (DataParallel) are not supported: launch one process per GPU with torchrun, "
-            "or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
-            "DeepSpeed is not supported: use FSDP2 (fsdp=True), or DDP (torchrun)": self.is_deepspeed_enabled,
-            "FSDP1 puts parameters of several layers into one tensor, so no layer can be followed: pass "
-            "fsdp_config={'version': 2}": self.is_fsdp_enabled and not self.accelerator.is_fsdp2,
-            "load_best_model_at_end is not supported with FSDP: load the best checkpoint after training, with "
-            "from_pretrained": self.is_fsdp_enabled and args.load_best_model_at_end,
-            "the model was sharded when it was loaded (DistributedConfig): load it whole, and pass fsdp=True": (
-                getattr(self, "is_distributed_loading_by_transformers", False)  # which older versions do not have
-            ),
-            "fp16 scales the loss, and with it what clipping sees: use bf16": args.fp16,
-            "private={'loss_reduction': ...} is PrivateTrainer's own matter: pass example_losses": (
-                "loss_reduction" in self._private
-            ),
-            f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass num_train_epochs={epochs}, "
-            "or make a plan for more": args.max_steps < 0 and args.num_train_epochs > epochs,
-            f"max_steps={args.max_steps} but the plan covers {self.plan.steps} steps: pass "
-            f"max_steps={self.plan.steps}, or make a plan for more": args.max_steps > self.plan.steps,
-            "label smoothing and compute_loss_func look at a whole batch: pass example_losses": bool(
-                args.label_smoothing_factor or self.compute_loss_func
-            ),
-            "neftune_noise_alpha makes noise by the length of a batch's longest example, so examples change each "
-            "other's gradients: leave it out": args.neftune_noise_alpha is not None,
-            "auto_find_batch_size starts the run again when memory runs out: set per_device_train_batch_size, which "
-            "changes neither promise nor result": args.auto_find_batch_size,
-            "include_num_input_tokens_seen logs how long the private examples are: leave it out": (
-                args.include_num_input_tokens_seen not in (False, "no")
-            ),
-            f"hub_strategy={str(args.hub_strategy)!r} would publish checkpoints, which can hold noise: use 'end' or "
-            "'every_save', which publish the model": args.push_to_hub
-            and "checkpoint" in str(args.hub_strategy).lower(),
-        }
-        for problem, found in problems.items():
-            if found:
-                raise QuellError(problem)
+        if own_loss not in ([], ["SFTTrainer"]):
+            yield (
+                f"{', '.join(own_loss)} computes a loss of its own, which PrivateTrainer would replace by that of the "
+                "model's task: write your own loop with make_private (docs/trainers.md has one for DPO)"
+            )
+        if type(self).compute_loss is not PrivateTrainer.compute_loss:
+            yield (
+                f"{type(self).__name__} overrides compute_loss, and what that does to a batch cannot be known: pass "
+                "example_losses=, a function from outputs and labels to one loss per example, and put PrivateTrainer "
+                "first among the bases"
+            )
+        if getattr(args, "packing", False) or getattr(args, "padding_free", False):
+            yield (
+                "packing and padding_free put several examples into one row, so no example's gradient can be clipped: "
+                "pass packing=False and padding_free=False"
+            )
+        if (loss_type := getattr(args, "loss_type", "nll")) not in ("nll", "chunked_nll"):
+            yield f"loss_type={loss_type!r} is not supported: PrivateTrainer computes 'nll', one loss per example"
+        if args.save_only_model and args.save_strategy != "no":
+            yield "save_only_model=True saves checkpoints from which the run cannot go on: leave it out"
+        if args.n_gpu > 1:
+            yield (
+                "several GPUs in one process (DataParallel) are not supported: launch one process per GPU with "
+                "torchrun, or set CUDA_VISIBLE_DEVICES to one"
+            )
+        if self.is_deepspeed_enabled:
+            yield "DeepSpeed is not supported: use FSDP2 (fsdp=True), or DDP (torchrun)"
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            yield (
+                "FSDP1 puts parameters of several layers into one tensor, so no layer can be followed: pass "
+                "fsdp_config={'version': 2}"
+            )
+        if self.is_fsdp_enabled and args.load_best_model_at_end:
+            yield (
+                "load_best_model_at_end is not supported with FSDP: load the best checkpoint after training, with "
+                "from_pretrained"
+            )
+        if getattr(self, "is_distributed_loading_by_transformers", False):  # which older versions do not have
+            yield ("the model was sharded when it was loaded (DistributedConfig): load it whole, and pass fsdp=True")
+        if args.fp16:
+            yield "fp16 scales the loss, and with it what clipping sees: use bf16"
+        if "loss_reduction" in self._private:
+            yield "private={'loss_reduction': ...} is PrivateTrainer's own matter: pass example_losses"
+        if args.max_steps < 0 and args.num_train_epochs > epochs:
+            yield (
+                f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass "
+                f"num_train_epochs={epochs}, or make a plan for more"
+            )
+        if args.max_steps > steps:
+            yield (
+                f"max_steps={args.max_steps} but the plan covers {steps} steps: pass max_steps={steps}, or make a plan "
+                "for more"
+            )
+        if args.label_smoothing_factor or self.compute_loss_func:
+            yield "label smoothing and compute_loss_func look at a whole batch: pass example_losses"
+        if args.neftune_noise_alpha is not None:
+            yield (
+                "neftune_noise_alpha makes noise by the length of a batch's longest example, so examples change each "
+                "other's gradients: leave it out"
+            )
+        if args.auto_find_batch_size:
+            yield (
+                "auto_find_batch_size starts the run again when memory runs out: set per_device_train_batch_size, "
+                "which changes neither promise nor result"
+            )
+        if args.include_num_input_tokens_seen not in (False, "no"):
+            yield "include_num_input_tokens_seen logs how long the private examples are: leave it out"
+        if args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower():
+            yield (
+                f"hub_strategy={str(args.hub_strategy)!r} would publish checkpoints, which can hold noise: use 'end' "
+                "or 'every_save', which publish the model"
+            )
 
 
 def _prepared_once(prepare: Any, *given: Any, **options: Any) -> Any:

@@ -19,6 +19,8 @@ class JoinedOptimizer(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
+        if not self.parts:
+            raise QuellError("optimizer is an empty list: pass at least one torch.optim optimizer")
         groups = [group for part in self.parts for group in part.param_groups]
         held = [id(parameter) for group in groups for parameter in group["params"]]
         if len(set(held)) < len(held):

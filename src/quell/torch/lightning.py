@@ -17,11 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from quell.adapters.report import PrivacyReport
 from quell.errors import QuellError
-from quell.torch.checkpoints import newest_whole, whole_on_first_rank, write_whole, write_whole_folder
+from quell.torch.checkpoints import newest_whole, state_of_model, write_whole, write_whole_file
 from quell.torch.checks import PlanMismatchWarning, require_plan
 from quell.torch.clip_norms import ClipNorm
 from quell.torch.distributed import decided
 from quell.torch.loader import PlannedSteps
+from quell.torch.nested import mapped
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.private import make_private
 from quell.torch.sharding import dealt
@@ -62,12 +63,20 @@ class Private(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit" or self.optimizer is not None:
             return
-        _refuse_what_would_break_the_promise(trainer, pl_module, self.plan)
+        for problem in _problems(trainer, pl_module, self.plan):
+            raise QuellError(problem)
         configure, training_step = pl_module.configure_optimizers, pl_module.training_step
 
         @wraps(configure)
         def privately() -> Any:
-            return self._swapped(configure(), pl_module)
+            """What `configure_optimizers` returns, with the private optimizer in the place of the plain one."""
+
+            def swapped(part: Any) -> Any:
+                if isinstance(part, LRScheduler):
+                    part.optimizer = self._private(part.optimizer, pl_module)
+                return self._private(part, pl_module) if isinstance(part, Optimizer) else part
+
+            return mapped(swapped, configure())
 
         @wraps(training_step)
         def in_parts(batch: Any, *arguments: Any, **options: Any) -> Any:
@@ -128,19 +137,6 @@ class Private(Callback):
         if self.optimizer is None:
             raise QuellError("nothing was trained yet: call trainer.fit first")
         return self.optimizer.privacy_report()
-
-    def _swapped(self, configured: Any, module: Any) -> Any:
-        """What `configure_optimizers` returned, with the private optimizer in the place of the plain one."""
-        if isinstance(configured, Optimizer):
-            return self._private(configured, module)
-        if isinstance(configured, LRScheduler):
-            configured.optimizer = self._private(configured.optimizer, module)
-            return configured
-        if isinstance(configured, dict):
-            return {name: self._swapped(value, module) for name, value in configured.items()}
-        if isinstance(configured, (list, tuple)):
-            return type(configured)(self._swapped(value, module) for value in configured)
-        return configured
 
     def _private(self, optimizer: Optimizer, module: Any) -> PrivateOptimizer:
         if self.optimizer is None:
@@ -206,7 +202,7 @@ class WholeFiles(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(checkpoint, Path(path))
+        write_whole_file(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
         return super().load_checkpoint(newest_whole(Path(path)), *arguments, **options)
@@ -228,8 +224,7 @@ class ShardedStates:
         self.strategy.save_checkpoint, self.strategy.load_checkpoint = self.save, self.load
 
     def model_state(self) -> dict[str, Any]:
-        state = self.strategy.model.state_dict()
-        return dict(state) if self.sliced else whole_on_first_rank(state)
+        return state_of_model(self.strategy.model, self.sliced)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         plain: PrivateOptimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -238,10 +233,7 @@ class ShardedStates:
     def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         path = Path(self.strategy.broadcast(filepath))
         decided(lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        if self.sliced:
-            write_whole_folder(checkpoint, path)
-        else:
-            decided(lambda: write_whole(checkpoint, path))
+        write_whole(checkpoint, path, self.sliced)
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = decided(lambda: newest_whole(Path(checkpoint_path)))
@@ -276,29 +268,34 @@ def _counted(optimizer: PrivateOptimizer) -> Any:
     return counted
 
 
-def _refuse_what_would_break_the_promise(trainer: Any, module: Any, plan: Plan) -> None:
-    epochs, steps = plan.epochs, plan.steps
-    problems = {
-        f"Lightning's {type(trainer.strategy).__name__} on several devices is not supported: pass strategy='ddp', or "
-        "ModelParallelStrategy and fully_shard in configure_model": (
-            trainer.world_size > 1 and not isinstance(trainer.strategy, (DDPStrategy, ModelParallelStrategy))
-        ),
-        "tensor parallelism is not supported: pass ModelParallelStrategy("
-        f"data_parallel_size={trainer.world_size}, tensor_parallel_size=1)": (
-            isinstance(trainer.strategy, ModelParallelStrategy)
-            and trainer.strategy.device_mesh["tensor_parallel"].size() > 1
-        ),
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: batches are the plan's; for less memory "
-        "pass physical_batch_size to Private": trainer.accumulate_grad_batches != 1,
-        "gradient_clip_val clips the noisy mean: leave it out, every example's gradient is clipped to "
-        "max_grad_norm": bool(trainer.gradient_clip_val),
-        f"limit_train_batches={trainer.limit_train_batches} would skip batches of the plan: leave it out": (
-            trainer.limit_train_batches not in (1.0, None)
-        ),
-        f"the trainer's max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps} allow more than the plan: "
-        f"pass max_epochs={epochs}": not (0 <= (trainer.max_epochs or -1) <= epochs or 0 <= trainer.max_steps <= steps),
-        "manual optimization is your own loop: use make_private there": not module.automatic_optimization,
-    }
-    for problem, found in problems.items():
-        if found:
-            raise QuellError(problem)
+def _problems(trainer: Any, module: Any, plan: Plan) -> Iterator[str]:
+    """What would break the promise, each in a sentence."""
+    strategy, epochs = trainer.strategy, plan.epochs
+    if trainer.world_size > 1 and not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+        yield (
+            f"Lightning's {type(strategy).__name__} on several devices is not supported: pass strategy='ddp', or "
+            "ModelParallelStrategy and fully_shard in configure_model"
+        )
+    if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
+        yield (
+            "tensor parallelism is not supported: pass ModelParallelStrategy("
+            f"data_parallel_size={trainer.world_size}, tensor_parallel_size=1)"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: batches are the plan's; for less "
+            "memory pass physical_batch_size to Private"
+        )
+    if trainer.gradient_clip_val:
+        yield (
+            "gradient_clip_val clips the noisy mean: leave it out, every example's gradient is clipped to max_grad_norm"
+        )
+    if trainer.limit_train_batches not in (1.0, None):
+        yield f"limit_train_batches={trainer.limit_train_batches} would skip batches of the plan: leave it out"
+    if not (0 <= (trainer.max_epochs or -1) <= epochs or 0 <= trainer.max_steps <= plan.steps):
+        yield (
+            f"the trainer's max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps} allow more than the "
+            f"plan: pass max_epochs={epochs}"
+        )
+    if not module.automatic_optimization:
+        yield "manual optimization is your own loop: use make_private there"

@@ -268,6 +268,9 @@ _LOOKS = 3  # first batches whose order of rows is checked
 class Collated:
     """A collate function that can also make a batch of nobody, and fill batches up to one size.
 
+    `size` is that size in units of so many `rows`, or None. Where a batch is `never_empty` and has no size, one of
+    nobody has the rows of one unit instead.
+
     What it fills with are zeros, which no example has made: should a loop change the order of the rows, so that one of
     them is taken for an example, nothing about anybody is in it.
     """

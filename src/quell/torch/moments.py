@@ -34,17 +34,6 @@ class CorrectedMoments:
     """Lets Adam or AdamW step by second moments without the noise of a strategy's rows, `scale` per unit of noise."""
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, scale: float, step: Callable[[], int]) -> None:
-        for part in parts_of(optimizer):
-            if not isinstance(part, AdamW) and (not isinstance(part, Adam) or _decays_moments(part)):
-                raise QuellError(
-                    f"correct_moments=True takes AdamW, or Adam without weight_decay, not this {type(part).__name__}: "
-                    "use torch.optim.AdamW, or leave it out"
-                )
-            if any(p.element_size() < 4 for group in part.param_groups for p in group["params"]):
-                raise QuellError(
-                    "correct_moments=True needs float32 parameters, because Adam's moments have their precision: use "
-                    "autocast for bfloat16, or leave it out"
-                )
         self._step, self._kept = step, dict[nn.Parameter, Tensor]()
         variances = scale * scale * noise_variances(strategy)
         self._noise = cache(lambda beta: _averages(variances, beta))
@@ -73,6 +62,21 @@ class CorrectedMoments:
         kept, self._kept = self._kept, {}
         for parameter, plain in kept.items():
             local(optimizer.state[parameter]["exp_avg_sq"]).copy_(plain)
+
+
+def require_correctable(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose second moments are none, or are of other numbers than gradients in float32."""
+    for part in parts_of(optimizer):
+        if not isinstance(part, AdamW) and (not isinstance(part, Adam) or _decays_moments(part)):
+            raise QuellError(
+                f"correct_moments=True takes AdamW, or Adam without weight_decay, not this {type(part).__name__}: "
+                "use torch.optim.AdamW, or leave it out"
+            )
+        if any(p.element_size() < 4 for group in part.param_groups for p in group["params"]):
+            raise QuellError(
+                "correct_moments=True needs float32 parameters, because Adam's moments have their precision: use "
+                "autocast for bfloat16, or leave it out"
+            )
 
 
 def _averages(variances: Array, beta: float) -> Array:

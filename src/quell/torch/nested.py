@@ -1,14 +1,15 @@
 """Batches, arguments and outputs are tensors in mappings, lists, tuples and dataclasses: what is in them, and changed.
 
 torch's own pytree takes a Hugging Face `BatchEncoding`, any other mapping that is no `dict`, and every dataclass for a
-single value. What is found here must be what is changed here, so all who look into batches use these two functions.
+single value. What is found must be what can be changed, so both rest on one function, `opened`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,33 +18,38 @@ from torch.utils import _pytree as pytree
 
 def leaves(value: Any) -> Iterator[Any]:
     """What is in a structure, in its order. A list of texts, one for each example, is one value."""
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    elif _is_sequence(value):
-        parts = value
-    elif _has_fields(value):
-        parts = (getattr(value, each.name) for each in fields(value))
-    else:
-        yield from [value] if _is_leaf(value) else pytree.tree_leaves(value)  # of types that others have registered
+    found = opened(value)
+    if found is None:
+        yield value
         return
-    for part in parts:
+    for part in found[0]:
         yield from leaves(part)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """The same structure, of the same types, with every one of its leaves changed by the function."""
+    found = opened(value)
+    if found is None:
+        return function(value)
+    parts, with_parts = found
+    return with_parts([mapped(function, part) for part in parts])
+
+
+def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The parts of a structure, and a function from other parts to such a structure; None for a leaf."""
+    if isinstance(value, Tensor) or is_texts(value):
+        return None
     if isinstance(value, Mapping):
-        made = {key: mapped(function, part) for key, part in value.items()}
-        return _with(value, made) if isinstance(value, MutableMapping) and type(value) is not dict else made
-    if _is_sequence(value):
-        parts = [mapped(function, part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if _has_fields(value):
-        made = copy.copy(value)
-        for each in fields(value):
-            object.__setattr__(made, each.name, mapped(function, getattr(value, each.name)))  # also if it is frozen
-        return made
-    return function(value) if _is_leaf(value) else pytree.tree_map(function, value)
+        return list(value.values()), partial(_mapping_like, value)
+    if isinstance(value, (list, tuple)):
+        kind = type(value)
+        return list(value), (lambda parts: kind(*parts)) if hasattr(value, "_fields") else kind
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, each.name) for each in fields(value)], partial(_dataclass_like, value)
+    parts, structure = pytree.tree_flatten(value)  # of types that others have registered
+    if len(parts) == 1 and parts[0] is value:
+        return None
+    return parts, partial(pytree.tree_unflatten, treespec=structure)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -56,21 +62,18 @@ def is_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(part, (str, bytes)) for part in value)
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) or is_texts(value)
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and not is_texts(value)
-
-
-def _has_fields(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)
-
-
-def _with(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> Any:
+def _mapping_like(given: Mapping[Any, Any], values: list[Any]) -> Any:
     """A copy that has these values: a BatchEncoding keeps its methods, a defaultdict its default."""
-    made = copy.copy(mapping)
-    for key, value in values.items():
+    if type(given) is dict or not isinstance(given, MutableMapping):
+        return dict(zip(given, values, strict=True))
+    made = copy.copy(given)
+    for key, value in zip(given, values, strict=True):
         made[key] = value
+    return made
+
+
+def _dataclass_like(given: Any, values: list[Any]) -> Any:
+    made = copy.copy(given)
+    for each, value in zip(fields(given), values, strict=True):
+        object.__setattr__(made, each.name, value)  # also if it is frozen
     return made

@@ -45,19 +45,18 @@ class PrivateOptimizer(Optimizer):
         self.expected_batch_size = run.expected_batch_size
         self.step_hook: Callable[[PrivateOptimizer], None] | None = None
         self._engine = engine
-        self._max_grad_norm = engine.max_grad_norm
         self._trained = list(engine.params.values())
-        self._sharded = engine.sharded
         self.acted = False  # whether the last `step` took one, and did not only gather a part of its batch
         self._used = False  # whether p.grad still holds the gradients of the last step
         self._first_rate = _rate(optimizer.param_groups[0])
-        self._schedule_checked = True
+        self._warns_of_schedule = True  # until it has warned once
         self._noised: set[Optimizer] = set()  # the wrapped ones that have not used a step's noisy gradient yet
         self._to_replay: Start | None = None
         self._averages = None if ema is None else AveragedWeights(self._trained, ema)
         run.forget_gradients = engine.discard
-        for hooks in _HOOKS:  # hooks registered here run when the wrapped optimizer steps, saves and loads
-            setattr(self, hooks, getattr(optimizer, hooks))
+        for name, held in list(vars(optimizer).items()):
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(self, name, held)  # hooks registered here run when the wrapped optimizer steps, saves and loads
         for part in parts_of(optimizer):
             part.register_step_pre_hook(self._require_noise)
             part.register_step_post_hook(self._average)
@@ -81,13 +80,13 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        return self._max_grad_norm
+        return self.run.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
         raise QuellError(
             f"max_grad_norm cannot become {value} during a run: the noise of past and coming steps is for "
-            f"{self._max_grad_norm:g}; call make_private again for a new run"
+            f"{self.max_grad_norm:g}; call make_private again for a new run"
         )
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -112,7 +111,7 @@ class PrivateOptimizer(Optimizer):
             self.original_optimizer.step()
         return loss
 
-    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+    def pre_step(self) -> bool:
         """Everything but the wrapped optimizer's own step; False where the batch is not complete yet.
 
         A step that is refused, or interrupted, leaves nothing behind: its batch has to come again, from its first part.
@@ -144,7 +143,7 @@ class PrivateOptimizer(Optimizer):
         examples, sums = self._engine.collect()
         unfinished = self.run.unfinished
         if self.run.planted is not None:
-            self.run.planted.plant(sums, unfinished)
+            self.run.planted.plant(sums, unfinished, self._engine.max_grad_norm)
         unfinished.examples += examples
         unfinished.norms += self._engine.take_norms()
         if unfinished.sums is None:
@@ -158,7 +157,7 @@ class PrivateOptimizer(Optimizer):
         unfinished, self.run.unfinished = self.run.unfinished, Unfinished()
         assert unfinished.sums is not None
         sums = [total.float() for total in unfinished.sums]
-        if not self._sharded:
+        if not self._engine.sharded:
             sum_over_ranks(sums)
         self.run.release(sums, unfinished)
         self._engine.unscale_(sums)
@@ -192,7 +191,7 @@ class PrivateOptimizer(Optimizer):
             "random": random_states(),
             "averages": None if self._averages is None else self._averages.state_dict(),
             "canaries": None if self.run.planted is None else self.run.planted.state_dict(),
-            "noise": EveryRanks(noise) if self._sharded and noise["buffers"] is not None else [noise],
+            "noise": EveryRanks(noise) if self._engine.sharded and noise["buffers"] is not None else [noise],
         }
         return {**self.original_optimizer.state_dict(), "quell": {**own, **self.run.name()}}
 
@@ -209,8 +208,8 @@ class PrivateOptimizer(Optimizer):
         self.run.require_own(own)
         planted = self.run.planted
         averages, canaries = own.get("averages") or {"rate": None}, own.get("canaries") or {"count": 0}
-        here = None if self._averages is None else self._averages.rate, 0 if planted is None else planted.watched.count
-        for name, saved, now in zip(("ema", "canaries"), (averages["rate"], canaries["count"]), here, strict=True):
+        rate, count = self._averages and self._averages.rate, planted.watched.count if planted else 0
+        for name, saved, now in (("ema", averages["rate"], rate), ("canaries", canaries["count"], count)):
             if saved != now:
                 raise QuellError(f"the state was saved with {name}={saved} and this run has {name}={now}: pass that")
         self.run.noise.load_state_dict(own["noise"], replay=replay)
@@ -252,7 +251,7 @@ class PrivateOptimizer(Optimizer):
             run.batches,
             run.noise.key,
             run.noise.generator,
-            self._max_grad_norm,
+            self.max_grad_norm,
             run.step,
             run.released,
             ("torch", str(torch.__version__)),
@@ -331,21 +330,13 @@ class PrivateOptimizer(Optimizer):
         self.run.charge_once()
 
     def _warn_about_schedule(self) -> None:
-        if self._schedule_checked and self.run.step:
+        if self._warns_of_schedule and self.run.step:
             mismatch = schedule_mismatch(self.run.plan, self.run.step, self._first_rate, _rate(self.param_groups[0]))
             if mismatch is not None:
                 warnings.warn(mismatch, PlanMismatchWarning, stacklevel=4)
-                self._schedule_checked = False
+                self._warns_of_schedule = False
 
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 _SAME_PARAMETERS = "freeze, unfreeze and add layers before calling it"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quell.errors import QuellError
-from quell.torch.coupling import differ, restored_buffers
+from quell.torch.coupling import differ, in_eval_mode, restored_buffers
 from quell.torch.random_states import kept_states
 
 EXAMPLES = 32  # whose lengths are looked at, from the whole data set
@@ -36,14 +36,8 @@ def refuse_padding_that_counts(
 
     Weights, buffers, modes and random states are left as they were.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), restored_buffers(model), kept_states():
-            found = [tuple(losses(batch)[0] for batch in both) for both in _both_ways(collate, dataset)]
-    finally:
-        for module, training in modes:
-            module.training = training
+    with torch.no_grad(), in_eval_mode(model), restored_buffers(model), kept_states():
+        found = [tuple(losses(batch)[0] for batch in both) for both in _both_ways(collate, dataset)]
     if not found:
         return
     alone, beside = map(torch.stack, zip(*found, strict=True))

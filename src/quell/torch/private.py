@@ -24,12 +24,12 @@ from quell.torch.checks import (
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
-from quell.torch.engine.graphs import record_passes
+from quell.torch.engine.graphs import record_passes, require_recordable
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.joined import JoinedOptimizer
 from quell.torch.loader import PlannedLoader
-from quell.torch.moments import CorrectedMoments
+from quell.torch.moments import CorrectedMoments, require_correctable
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.probe import Probe
 from quell.torch.sharding import any_sharded, is_sharded
@@ -156,11 +156,10 @@ def make_private(
         raise QuellError("scale_gradients=True needs no correct_moments=True, which is for noise of one size: pass one")
     if loss_reduction not in ("mean", "sum"):
         raise QuellError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum', as your loss does it")
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        refuse_wrong_arguments(each, data, plan, noise_memory)
     if isinstance(optimizer, (list, tuple)):
-        for each in optimizer:
-            refuse_wrong_arguments(each, data, plan, noise_memory)
         optimizer = JoinedOptimizer(optimizer)
-    refuse_wrong_arguments(optimizer, data, plan, noise_memory)
     ema = plan.run.optimizer.ema if ema is None else ema
     if not isinstance(model, nn.Module):
         raise QuellError(f"model is a {type(model).__name__}: pass the torch.nn.Module to train")
@@ -184,6 +183,10 @@ def make_private(
             raise QuellError("cuda_graphs needs clipping='layers': leave it out")
         if sharded:
             raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
+    if cuda_graphs:
+        require_recordable(params.values())
+    if correct_moments:
+        require_correctable(optimizer)
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
     with started_run(optimizer, params, data, plan, bounds.norm, options, users, rows_per_user) as run:
         own: dict[str, Any] = {
@@ -203,24 +206,25 @@ def make_private(
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
         loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment, sharded)
+        if canaries:
+            run.planted = PlantedCanaries(run, params.values(), canaries)
+        scales = SecondMoments(optimizer, params).scales if scale_gradients else {}
+        if log is not None:
+            run.watch = Watch(log, run, params.values())
         if not sharded:
             copy_from_first_rank([*model.parameters(), *model.buffers()])
+        # From here on nothing is refused: another try would find what this one has put into the model.
         engine: Engine
         if clipping == "microbatch":
             engine = MicrobatchEngine(model, params, bounds, loss_reduction, micro_batch)
         else:
             engine = LayerEngine(model, params, bounds, loss_reduction, rows_per_example * rows_per_user)
-        engine.present = run.present
+        engine.present, engine.scales = run.present, scales
+        engine.keeps_norms = run.watch is not None and run.watch.log.norms
         run.guard = probe = Probe(model, params)
-        if canaries:
-            run.planted = PlantedCanaries(run, engine, canaries)
-        if log is not None:
-            run.watch = Watch(log, run, engine)
         if cuda_graphs and isinstance(engine, LayerEngine):
             record_passes(engine, model, lambda: probe.watching)
         private = PrivateOptimizer(optimizer, run, engine, ema)
-        if scale_gradients:
-            engine.scales = SecondMoments(optimizer, params).scales
         if correct_moments:
             deviation = run.noise.scale / run.expected_batch_size
             CorrectedMoments(optimizer, run.mechanism.strategy, deviation, lambda: run.step)

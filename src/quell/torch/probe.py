@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
-from quell.torch.coupling import Batch
+from quell.torch.coupling import CouplingTest
 from quell.torch.distributed import gather
 from quell.torch.nested import tensors_in
 from quell.torch.random_states import kept_states, own_states
@@ -140,8 +140,8 @@ class Probe:
     def _problem(self, tape: Tape) -> str | None:
         for most in (EXAMPLES, tape.examples):  # few, unless the loop's work is for so many rows and no others
             try:
-                rerun = not self._sharded
-                problem = Batch(tape, self.model, BATCHES - self._left, rerun, min(most, tape.examples)).problem()
+                examples = min(most, tape.examples)
+                problem = CouplingTest(tape, self.model, BATCHES - self._left, not self._sharded, examples).problem()
                 break
             except Exception as error:  # the loop's own code, done again: anything can happen
                 failed = f"doing it again failed with {type(error).__name__}: {error}"

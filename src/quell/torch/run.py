@@ -78,7 +78,7 @@ class TrainingRun:
     spent: int = 0  # how many steps rank 0's ledger knew at the start, or when a state was loaded
     unfinished: Unfinished = field(default_factory=Unfinished)
     forget_gradients: Callable[[], None] = lambda: None  # what backward passes have left; set by the optimizer
-    charge: Callable[[], None] | None = None  # charges the run to its budget, which the first step does
+    charge: Callable[[], object] | None = None  # charges the run to its budget, which the first step does
     guard: Probe | None = None  # what looks at the loop's batches and steps; set by make_private
     planted: PlantedCanaries | None = None  # whose traces an audit looks for; set by make_private
     watch: Watch | None = None  # what tells the log; set by make_private
@@ -96,6 +96,13 @@ class TrainingRun:
     def share_released(self) -> None:
         """Let every rank know what the ledger knows, which rank 0 keeps. Call it on all ranks."""
         self.spent = max(gather(self.noise.released))
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The most that one example, or user, moves the sums of a step: what the noise is for."""
+        bound = self.noise.max_grad_norm
+        assert bound is not None  # which only the noise of a bare NoiseSpec lacks
+        return bound
 
     @property
     def expected_batch_size(self) -> float:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from quell.errors import QuellError
 from quell.noise import Shard
+from quell.torch.engine.bounds import norm_of
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -60,27 +61,23 @@ class Slices:
 
 def dealt(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Whole tensors, or saved slices of them, each dealt out over the ranks as the tensor of that name is."""
-    return {name: _dealt(value, like.get(name)) for name, value in values.items()}
+    return {name: dealt_like(value, like.get(name)) for name, value in values.items()}
 
 
-def _dealt(value: Any, like: Any) -> Any:
-    if isinstance(value, Slices):
-        if not is_sharded(like) or value.shape != like.shape:
-            full = value.cut(0, value.shape.numel()).view(value.shape)
-            return full.to(like.device) if isinstance(like, Tensor) else full
-        shard = shard_of(0, like)
-        held = value.cut(shard.offset, shard.length).view(local(like).shape).to(like.device)
-        return _put_together(held, like)
-    if not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
+def dealt_like(value: Any, like: Any) -> Any:
+    """A whole tensor, or saved slices of it, dealt out as the tensor `like` is; anything else as it is."""
+    dealt_out = isinstance(value, (Slices, Tensor)) and is_sharded(like) and value.shape == like.shape
+    if isinstance(value, Slices) and not dealt_out:
+        full = value.cut(0, value.shape.numel()).view(value.shape)
+        return full.to(like.device) if isinstance(like, Tensor) else full
+    if not dealt_out:
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    return distribute_tensor(value, like.device_mesh, like.placements)
-
-
-def _put_together(held: Tensor, like: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-
+    if isinstance(value, Tensor):
+        return distribute_tensor(value, like.device_mesh, like.placements)
+    shard = shard_of(0, like)
+    held = value.cut(shard.offset, shard.length).view(local(like).shape).to(like.device)
     return DTensor.from_local(held, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
@@ -99,6 +96,15 @@ def copies(tensor: Any, world: int) -> int:
         return world
     mesh = tensor.device_mesh
     return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
+
+
+def own_square(parameters: Sequence[Any], sums: Sequence[Tensor], world: int) -> Tensor:
+    """() float64, what this rank adds to the squared norm of sharded sums, of which it holds its own slices."""
+    squares = [
+        norm_of([held]).to(held.device, torch.float64).square() / copies(parameter, world)
+        for parameter, held in zip(parameters, sums, strict=True)
+    ]
+    return torch.stack(squares).sum()
 
 
 def shard_of(number: int, tensor: Any) -> Shard:
@@ -143,4 +149,4 @@ def set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
 def shard_state(optimizer: Optimizer) -> None:
     """Deal tensors of a loaded state out again, as the parameters they belong to are."""
     for parameter, held in optimizer.state.items():
-        held.update(dealt(held, dict.fromkeys(held, parameter)))
+        held.update({name: dealt_like(value, parameter) for name, value in held.items()})

@@ -14,7 +14,9 @@ from quell.torch.distributed import decided, gather, world
 from quell.torch.folders import read_file, write_file
 from quell.torch.sharding import Slices, is_sharded, local, shard_of
 
-_SLICED, _OWN = "quell: slices", "quell: every rank's"  # what stands in the place of such values in the first file
+# In the first file's state a dictionary with one of these keys stands for a sharded tensor, or for a value that every
+# rank has of its own. It holds the place of that in the lists `slices` and `own`, which every rank's file has.
+_SLICED, _OWN = "quell: slices", "quell: every rank's"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quell.torch.engine.bounds import wide
+
 _EPSILON = 1e-5  # beside the variance of a channel's weights times their number
 
 
@@ -45,7 +47,7 @@ def standardise_convolutions(model: nn.Module) -> nn.Module:
 
 def standardised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The standardised weight, and (channels, 1, ...) what its channels were multiplied with, in float32 or better."""
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    weight = wide(weight)
     axes = tuple(range(1, weight.dim()))
     centred = weight - weight.mean(axes, keepdim=True)
     factors = (centred.square().sum(axes, keepdim=True) + _EPSILON).rsqrt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from quell.budget.entry import entry_of
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import warn_about_optimizer, warn_about_sampler
-from quell.torch.distributed import agree, share_key, world
+from quell.torch.distributed import agree, decided, share_key, world
 from quell.torch.loader import dataset_of
 from quell.torch.noise import CorrelatedNoise
 from quell.torch.run import TrainingRun
@@ -47,9 +48,7 @@ class NoiseOptions:
         if rank and self.seed is None:
             return share_key(None), None
         key, ledger = opened(self.key, self.seed, self.ledger)
-        if self.seed is not None:
-            return key, None if rank else ledger
-        return share_key(key), ledger
+        return key if self.seed is not None else share_key(key), None if rank else ledger
 
 
 @contextmanager
@@ -88,9 +87,9 @@ def started_run(
         replay=True,  # a run that crashed before its first checkpoint starts again: the same steps, or none
         agree=agree if size > 1 else None,
     )
+    key_kept = options.key is not None or options.seed is not None
+    run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept, owned)
     try:
-        key_kept = options.key is not None or options.seed is not None
-        run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept, owned)
         run.share_released()
         if options.budget is not None:
             if isinstance(options.key, Key) and key.loaded and ledger is None and not rank:
@@ -101,26 +100,21 @@ def started_run(
             run.charge = _charging(plan, chosen, key, options.budget)
         yield run
     except BaseException:
-        noise.close()
+        run.close()
         raise
 
 
-def _charging(plan: Plan, mechanism: Mechanism, key: Key, path: str | Path) -> Callable[[], None]:
+def _charging(plan: Plan, mechanism: Mechanism, key: Key, path: str | Path) -> Callable[[], object]:
     """Refuse a run that its budget has no room for; the function that charges it, on rank 0, for all to call together.
 
     The run is named by its key, so one that is resumed is not charged again.
     """
     if key.seeded:
         raise QuellError("a run with a seed has no privacy that a budget could count: leave out seed, or budget")
-    entries: list[Entry] = []  # one, made where a refusal reaches all ranks
 
-    def together(act: Callable[[Budget, Entry], object]) -> None:
-        def note(_: bytes) -> None:
-            if not entries:
-                entries.append(entry_of(run_claim(plan.prices, mechanism), key.id))
-            act(Budget(path), entries[0])
+    @cache
+    def entry() -> Entry:  # on rank 0 alone, which tells the others if it is refused
+        return entry_of(run_claim(plan.prices, mechanism), key.id)
 
-        agree(b"", note)
-
-    together(Budget.require_room)
-    return lambda: together(Budget.add)
+    decided(lambda: Budget(path).require_room(entry()))
+    return lambda: decided(lambda: Budget(path).add(entry()))

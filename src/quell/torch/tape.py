@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from quell.torch.autocast import Autocast
 from quell.torch.nested import leaves, mapped, tensors_in
 from quell.torch.random_states import own_states, set_own_states
 
@@ -79,9 +80,12 @@ class _Entry:
     args: Any
     kwargs: Any
     made: list[Any]  # tensors and numbers, in the order of `leaves`
-    autocast: tuple[str, torch.dtype, bool]
-    model: bool = False
-    random: Any = None  # the random numbers that the model began with, and went on from
+    autocast: Autocast
+    random: Any = None  # of a pass through the model: the random numbers that it began with, and went on from
+
+    @property
+    def model(self) -> bool:
+        return self.random is not None
 
 
 @dataclass(eq=False)
@@ -90,13 +94,13 @@ class Tape:
 
     examples: int
     on_backward: Callable[[Tape], None]
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, and their values
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, and copies of their values
     entries: list[_Entry] = field(default_factory=list)
     loss: Tensor | None = None
     weights: Any = None  # backward's argument
     model_nodes: list[Any] = field(default_factory=list)  # where the model's outputs hang in autograd's graph
-    _alive: list[weakref.ref[Tensor]] = field(default_factory=list)
-    _started: Any = None
+    _alive: list[weakref.ref[Tensor]] = field(default_factory=list)  # what is watched
+    _started: Any = None  # the random numbers that the loop began with
 
     running: ClassVar[Tape | None] = None  # the one that watches now
 
@@ -138,20 +142,21 @@ class Tape:
             made = _numeric(made)
         found = [value for value in leaves(made) if isinstance(value, (Tensor, _Number))]
         if found or getattr(function, "__name__", "") in ("__setitem__", "register_hook"):
-            self._write(_Entry(function, args, kwargs, found, _autocast(found)))
+            self._write(function, args, kwargs, found)
         return made
 
     def note_model(self, model: Any, args: Any, kwargs: Any, made: Any, began: Any) -> None:
         """Write a pass through the model down."""
         found = tensors_in(made)
         self.model_nodes += [value.grad_fn for value in found]
-        self._write(_Entry(model, args, kwargs, found, _autocast(found), True, (began, own_states())))
+        self._write(model, args, kwargs, found, (began, own_states()))
 
-    def _write(self, entry: _Entry) -> None:
-        self.entries.append(entry)
-        for value in entry.made:
-            if isinstance(value, Tensor):
-                self._watch(value)
+    def _write(self, function: Any, args: Any, kwargs: Any, made: list[Any], random: Any = None) -> None:
+        tensors = [value for value in made if isinstance(value, Tensor)]
+        autocast = Autocast.now(tensors[0].device.type if tensors else "cpu")
+        self.entries.append(_Entry(function, args, kwargs, made, autocast, random))
+        for tensor in tensors:
+            self._watch(tensor)
 
     def _watch(self, tensor: Tensor) -> None:
         if type(tensor) in (Tensor, Watched):
@@ -195,8 +200,7 @@ class Tape:
         set_own_states(self._started)
         with torch.set_grad_enabled(grad):
             for entry in self.entries:
-                device, dtype, enabled = entry.autocast
-                with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+                with entry.autocast.again():
                     found = self._again(entry, values, sources, rerun)
                 if entry.model:
                     made += [value for value in found if value.requires_grad]
@@ -223,8 +227,3 @@ class Tape:
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
         ]
-
-
-def _autocast(made: Sequence[Any]) -> tuple[str, torch.dtype, bool]:
-    device = next((value.device.type for value in made if isinstance(value, Tensor)), "cpu")
-    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)

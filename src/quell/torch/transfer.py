@@ -41,15 +41,10 @@ class Awaited:
         return self._arrived is None or bool(self._arrived.query())
 
     def __float__(self) -> float:
-        self._wait()
-        return float(self._value)
+        return float(self.numbers())
 
-    def numbers(self) -> list[Any]:
+    def numbers(self) -> Any:
         """As `Tensor.tolist` nests them."""
-        self._wait()
-        found: list[Any] = self._value.tolist()
-        return found
-
-    def _wait(self) -> None:
         if self._arrived is not None:
             self._arrived.synchronize()
+        return self._value.tolist()

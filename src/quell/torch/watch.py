@@ -7,7 +7,7 @@ norms of sharded gradients, and norms of single examples, which then are gathere
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quell.adapters.so_far import SoFar, run_facts
-from quell.errors import QuellError
 from quell.torch.distributed import decided, gather, sum_over_ranks
 from quell.torch.engine.bounds import norm_of
-from quell.torch.sharding import copies
+from quell.torch.sharding import any_sharded, own_square
 from quell.torch.transfer import Awaited
 from quell.watching.log import Log, Row, RunLog
 
 if TYPE_CHECKING:
-    from quell.torch.engine.base import Engine
     from quell.torch.run import TrainingRun
 
 
@@ -55,18 +53,14 @@ class Due:
 class Watch:
     """Beside a run: told before and after the noise of every step."""
 
-    def __init__(self, log: Log | str | Path, run: TrainingRun, engine: Engine) -> None:
-        self.log = Log.of(log)
-        if self.log.norms and not engine.sees_norms:
-            raise QuellError("norms=True needs gradients that Quell clips, and this loop clips its own: leave it out")
-        engine.keeps_norms = self.log.norms
-        self._run, self._bound = run, engine.max_grad_norm
-        self._params = list(engine.params.values())
-        self._sharded = engine.sharded
+    def __init__(self, log: Log | str | Path, run: TrainingRun, params: Iterable[nn.Parameter]) -> None:
+        self.log, self._run = Log.of(log), run
+        self._params = list(params)
+        self._sharded = any_sharded(self._params)
         self._file: RunLog | None = None
         decided(self._open)
         elements = sum(parameter.numel() for parameter in self._params)
-        self._so_far = SoFar(run.mechanism, run.batches, self._bound, elements)
+        self._so_far = SoFar(run.mechanism, run.batches, run.max_grad_norm, elements)
         self._interval = Interval()
         self._due: Due | None = None
         self._next: int | None = None  # the step that follows the last one seen
@@ -76,7 +70,7 @@ class Watch:
     def _open(self) -> None:
         """On rank 0 only."""
         run = self._run
-        facts = run_facts(run.mechanism, run.batches, run.noise.key, self._bound)
+        facts = run_facts(run.mechanism, run.batches, run.noise.key, run.max_grad_norm)
         self._file = RunLog(self.log, {**facts, "every": self.log.every})
 
     def before_noise(self) -> None:
@@ -130,13 +124,9 @@ class Watch:
 
     def _square(self, released: Sequence[Tensor]) -> Tensor:
         """() the squared norm of what was released; of sharded tensors, this rank's part of it."""
-        if not self._sharded:
-            return norm_of(released).double().square()
-        parts = [
-            norm_of([total]).double().square() / copies(parameter, self._run.world)
-            for parameter, total in zip(self._params, released, strict=True)
-        ]
-        return torch.stack(parts).sum()
+        if self._sharded:
+            return own_square(self._params, released, self._run.world)
+        return norm_of(released).double().square()
 
     def _finish(self, interval: Interval) -> None:
         """Send the numbers of an interval on their way."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured, lengths
-from quell.torch.clipping import Clipped
 from quell.torch.engine.scales import Scale
 from quell.torch.sharding import any_sharded, local
 
@@ -25,9 +24,8 @@ class Engine(ABC):
     """What the optimizer asks of a way of clipping."""
 
     clipping: ClassVar[str]  # as the user names it
-    sees_norms: ClassVar[bool] = True  # of single gradients
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
-    unseen: ClassVar[str | None] = None  # where gradients pass this engine by; None: those are the loop's own business
+    unseen: ClassVar[str | None] = None  # how a loss can pass the engine by, in an error; None: that is not refused
 
     def __init__(
         self, params: Mapping[str, nn.Parameter], max_grad_norm: ClipNorm | Bounds, loss_reduction: str
@@ -109,19 +107,17 @@ class Engine(ABC):
                 "loss (an L2 penalty is the optimizer's weight_decay)"
             )
 
-    def _take(self, examples: int, clipped: Clipped) -> None:
-        """Add the sums of this rank's `examples`, which must not be larger than so many clipped gradients can make."""
-        self._require_bounded(clipped.norm, clipped.examples)
-        self._add(examples, clipped.sums)
-        for measured in clipped.measured:
-            self._keep_norms(measured)
+    def _take(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Add the sums of this rank's examples, whose `norm` must be one that so many clipped gradients can have."""
+        self._refuse_too_large(float(norm), examples)
+        self._add(examples, sums)
 
     def _keep_norms(self, measured: Measured, present: int | None = None) -> None:
         """Where they are asked for: those of the first units, which are `present` (default: all)."""
         if self.keeps_norms:
             self._norms.append(lengths(measured)[:present])
 
-    def _require_bounded(self, norm: float, examples: int) -> None:
+    def _refuse_too_large(self, norm: float, examples: int) -> None:
         if not norm <= examples * self.max_grad_norm * (1 + 1e-3):
             raise QuellError(
                 f"the sum has norm {norm:.4g}, more than {examples:,} gradients clipped to {self.max_grad_norm:g} can "

@@ -119,8 +119,7 @@ def row_norms(rows: Tensor) -> Tensor:
     """
     block = 1 << (18 if rows.is_cuda else 10)
     if rows.shape[1] <= block or rows.dtype == torch.float64:
-        kept = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        return torch.linalg.vector_norm(rows, dim=1, dtype=kept)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=wide_type(rows))
     whole = rows.shape[1] // block * block
     blocks = rows[:, :whole].unflatten(1, (-1, block))
     parts = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (blocks, rows[:, None, whole:])]

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from quell.errors import QuellError
+from quell.torch.autocast import Autocast
 from quell.torch.coupling import restored_buffers
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.rules import has_rows
@@ -33,17 +34,17 @@ _FEW = 8  # units that are looked at
 
 
 class FirstBatch:
+    """Remembers a forward pass and the gradients that came to its outputs, and runs both again to compare."""
+
     def __init__(self, engine: LayerEngine) -> None:
         self.engine = engine
         self._inputs: tuple[Any, Any] | None = None
         self._gradients: list[Tensor | None] = []
-        self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
         self._random: dict[str, Any] = {}  # the states before the forward pass
 
     def remember(self, args: Any, kwargs: Any) -> None:
-        kind = self.engine.device.type
         self._inputs, self._random = (args, kwargs), own_states()
-        self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        self._autocast = Autocast.now(self.engine.device.type)
 
     def watch(self, outputs: Any) -> None:
         """Keep the gradients of the model's outputs when they arrive."""
@@ -69,30 +70,34 @@ class FirstBatch:
             return False  # the model was not called as a whole, and there is nothing to run again
         own_loss = all(not g.dim() for g in known)
         with_rows = all(g.dim() and len(g) == rows for g in known)
-        units = rows // unit
-        first = _largest(known, units) if with_rows else 0
+        first = _largest(known, rows // unit) if with_rows else 0
         if own_loss or with_rows:
-            few = min(_FEW, max(2, units - 1))
-            order = [first, *(number for number in range(units) if number != first)]
-            beside = order[:few] if own_loss else [first, *[order[-1] if units > 2 else first] * (few - 1)]
             try:
-                seen = True
-                for backwards in (False, True):
-                    orders, place = [order[:few], beside], 0
-                    if backwards:
-                        orders, place = [numbers[::-1] for numbers in orders], few - 1
-                    cuts = [_cut(inputs, rows, unit, numbers) for numbers in orders]
-                    # Beside the gradients of others, and alone: hooks in the model must not mix them either.
-                    together = gradients if own_loss else _cut(gradients, rows, unit, orders[0])
-                    alone = gradients if own_loss else [_only(place, few, unit, g) for g in together]
-                    seen &= self._look(rows, cuts, together, alone, None if own_loss else place)
-                return seen
+                return self._compare_few(inputs, gradients, rows, None if own_loss else first)
             except QuellError:
                 raise
             except (RuntimeError, IndexError, ValueError):
                 engine.take_finished()  # what was cut too is no example's, such as a mask that has as many rows
-        alone = [_only(first, units, unit, g) for g in gradients] if with_rows else gradients
+        alone = [_only(first, rows // unit, unit, g) for g in gradients] if with_rows else gradients
         return self._look(rows, [inputs, inputs], gradients, alone, first if with_rows else None)
+
+    def _compare_few(self, inputs: Any, gradients: list[Tensor | None], rows: int, first: int | None) -> bool:
+        """The same with few units, in two orders, for the `first` of them, or for all if the model returns its loss."""
+        unit, units = self.engine.rows_per_unit, rows // self.engine.rows_per_unit
+        few = min(_FEW, max(2, units - 1))
+        order = [first or 0, *(number for number in range(units) if number != (first or 0))]
+        by_taps = by_autograd = order[:few]
+        if first is not None:
+            by_autograd = [first] + [order[-1] if units > 2 else first] * (few - 1)
+        seen = True
+        for place, orders in ((0, (by_taps, by_autograd)), (few - 1, (by_taps[::-1], by_autograd[::-1]))):
+            cuts = [_cut(inputs, rows, unit, numbers) for numbers in orders]
+            if first is None:
+                seen &= self._look(rows, cuts, gradients, gradients, None)
+            else:  # beside the gradients of others, and alone: hooks in the model must not mix them either
+                together = _cut(gradients, rows, unit, orders[0])
+                seen &= self._look(rows, cuts, together, [_only(place, few, unit, g) for g in together], place)
+        return seen
 
     def _look(self, rows: int, inputs: list[Any], together: Any, alone: Any, place: int | None) -> bool:
         """Compare the gradients of the unit at this place, or of all units; whether there is anything to compare."""
@@ -122,9 +127,7 @@ class FirstBatch:
         return bool(whole)
 
     def _run(self, inputs: Any) -> list[Tensor]:
-        enabled, dtype = self._autocast
-        autocast = torch.autocast(self.engine.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
-        with kept_states(self._random), torch.enable_grad(), autocast:
+        with kept_states(self._random), torch.enable_grad(), self._autocast.again():
             return _differentiable(self.engine.model(*inputs[0], **inputs[1]))
 
     def _measured(self, inputs: Any, gradients: list[Tensor | None], place: int | None) -> dict[str, Tensor]:
@@ -153,7 +156,11 @@ class FirstBatch:
 def _cut(inputs: Any, rows: int, unit: int, units: list[int]) -> Any:
     """The inputs with these units only."""
     chosen = [unit * number + row for number in units for row in range(unit)]
-    return mapped(lambda v: _rows(v, chosen) if has_rows(v, rows) else v, inputs)
+
+    def cut(value: Any) -> Any:
+        return value.detach()[chosen].requires_grad_(value.requires_grad) if has_rows(value, rows) else value
+
+    return mapped(cut, inputs)
 
 
 def _only(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor | None:
@@ -208,10 +215,6 @@ _DROPOUTS = {
     functional.alpha_dropout,
     functional.feature_alpha_dropout,
 }
-
-
-def _rows(value: Tensor, chosen: list[int]) -> Tensor:
-    return value.detach()[chosen].requires_grad_(value.requires_grad)
 
 
 def _differentiable(outputs: Any) -> list[Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,9 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from quell.errors import QuellError
-from quell.torch.engine.pieces import Outer, Piece, Rows, Stacked, kept
-from quell.torch.engine.rules import positions, summed
+from quell.torch.autocast import lowered
+from quell.torch.engine.pieces import Outer, Rows, Stacked, kept
+from quell.torch.engine.rules import Pieces, Rule, Tensors, is_trained, linear, positions, summed
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -37,10 +39,7 @@ def attention(
             f"{engine.called(layer)} has kdim, vdim, add_bias_kv, add_zero_attn or no batch dimension: use "
             "clipping='microbatch', or an attention layer without them"
         )
-    inputs = [x if layer.batch_first else x.transpose(0, 1) for x in (query, key, value)]
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        inputs = [x.to(torch.get_autocast_dtype(kind)) for x in inputs]
+    inputs = [lowered(x if layer.batch_first else x.transpose(0, 1)) for x in (query, key, value)]
     weights = layer.in_proj_weight.detach().chunk(3)
     biases = [None] * 3 if layer.in_proj_bias is None else layer.in_proj_bias.detach().chunk(3)
     made = [functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
@@ -62,13 +61,13 @@ def attention(
     return output if layer.batch_first else output.transpose(0, 1), scores
 
 
-def _projections(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Any:
+def _projections(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
     gs = [positions(g, rows) for g in gradients]
-    if layer.in_proj_weight.requires_grad:
+    if is_trained(layer, "in_proj_weight"):
         pairs = zip(gs, (positions(x, rows) for x in inputs), strict=True)
         shape = layer.out_proj.weight.shape
         yield "in_proj_weight", Stacked([kept(Outer(g, a.to(g.dtype)), shape) for g, a in pairs])
-    if layer.in_proj_bias is not None and layer.in_proj_bias.requires_grad:
+    if is_trained(layer, "in_proj_bias"):
         yield "in_proj_bias", Rows(torch.cat([summed(g).values for g in gs], dim=1))
 
 
@@ -106,7 +105,7 @@ def recurrent(
         x = x.transpose(0, 1)
     directions = 2 if layer.bidirectional else 1
     starts = _start_states(layer, x, state)
-    ends: list[tuple[Tensor, ...]] = []
+    ends: list[Tensors] = []
     for level in range(layer.num_layers):
         sides = []
         for direction in range(directions):
@@ -128,20 +127,13 @@ def recurrent(
 
 
 def _one_direction(
-    engine: LayerEngine,
-    layer: Any,
-    suffix: str,
-    x: Tensor,
-    start: tuple[Tensor, ...],
-    lengths: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    engine: LayerEngine, layer: Any, suffix: str, x: Tensor, start: Tensors, lengths: Tensor | None
+) -> tuple[Tensor, Tensors]:
     w_in, w_state, b_in, b_state = (
         None if (p := getattr(layer, f"{name}{suffix}", None)) is None else p.detach()
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    x = lowered(x)
     assert w_in is not None
     assert w_state is not None
     (projected,) = engine.tapped(layer, _cell_rule("ih", suffix), (functional.linear(x, w_in, b_in),), (x,))
@@ -178,30 +170,22 @@ def cell(engine: LayerEngine, layer: Any, x: Tensor, state: Any = None) -> Any:
     return new if gates is _lstm else new[0]
 
 
-def _cell_rule(which: str, suffix: str) -> Any:
-    def rule(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Any:
-        g = positions(gradients[0], rows)
-        weight = getattr(layer, f"weight_{which}{suffix}")
-        if weight.requires_grad:
-            a = positions(inputs[0], rows).to(g.dtype)
-            yield f"weight_{which}{suffix}", kept(Outer(g, a), weight.shape)
-        bias = getattr(layer, f"bias_{which}{suffix}", None)
-        if bias is not None and bias.requires_grad:
-            yield f"bias_{which}{suffix}", summed(g)
-
-    return rule
+def _cell_rule(which: str, suffix: str) -> Rule:
+    """The rule for what a cell makes of its input ("ih") or its state ("hh"), a linear layer of other names."""
+    return partial(linear, weight=f"weight_{which}{suffix}", bias=f"bias_{which}{suffix}")
 
 
-def _state_rule(suffix: str, before: list[Tensor]) -> Any:
+def _state_rule(suffix: str, before: list[Tensor]) -> Rule:
+    """The same for the state that each step began with, which is known when the sequence is done."""
     plain = _cell_rule("hh", suffix)
 
-    def rule(layer: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
-        return plain(layer, (torch.stack(before[: gradients[0].shape[1]], dim=1),), gradients, rows)  # type: ignore[no-any-return]
+    def rule(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
+        return plain(layer, (torch.stack(before[: gradients[0].shape[1]], dim=1),), gradients, rows)
 
     return rule
 
 
-def _start_states(layer: Any, x: Tensor, state: Any) -> tuple[Tensor, ...]:
+def _start_states(layer: Any, x: Tensor, state: Any) -> Tensors:
     """(levels·directions, examples, width) for each part of a state, in the order of the padded examples."""
     count = 2 if layer.mode == "LSTM" else 1
     if state is None:
@@ -221,19 +205,19 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x.gather(1, order[:, :, None].expand_as(x))
 
 
-def _rnn(from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...], layer: Any) -> tuple[Tensor, ...]:
+def _rnn(from_input: Tensor, from_state: Tensor, state: Tensors, layer: Any) -> Tensors:
     total = from_input + from_state
     tanh = "TANH" in getattr(layer, "mode", "") or getattr(layer, "nonlinearity", "") == "tanh"
     return (torch.tanh(total) if tanh else torch.relu(total),)
 
 
-def _lstm(from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...], layer: Any) -> tuple[Tensor, ...]:
+def _lstm(from_input: Tensor, from_state: Tensor, state: Tensors, layer: Any) -> Tensors:
     i, f, g, o = (from_input + from_state).chunk(4, dim=1)
     cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-def _gru(from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...], layer: Any) -> tuple[Tensor, ...]:
+def _gru(from_input: Tensor, from_state: Tensor, state: Tensors, layer: Any) -> Tensors:
     reset_in, update_in, new_in = from_input.chunk(3, dim=1)
     reset_state, update_state, new_state = from_state.chunk(3, dim=1)
     update = torch.sigmoid(update_in + update_state)
@@ -241,18 +225,9 @@ def _gru(from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...], laye
     return ((1 - update) * new + update * state[0],)
 
 
-_GATES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    "RNN_TANH": _rnn,
-    "RNN_RELU": _rnn,
-    "LSTM": _lstm,
-    "GRU": _gru,
-}
+_GATES: dict[str, Callable[..., Tensors]] = {"RNN_TANH": _rnn, "RNN_RELU": _rnn, "LSTM": _lstm, "GRU": _gru}
 
-_CELLS: dict[type[nn.Module], Callable[..., tuple[Tensor, ...]]] = {
-    nn.RNNCell: _rnn,
-    nn.LSTMCell: _lstm,
-    nn.GRUCell: _gru,
-}
+_CELLS: dict[type[nn.Module], Callable[..., Tensors]] = {nn.RNNCell: _rnn, nn.LSTMCell: _lstm, nn.GRUCell: _gru}
 
 COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.MultiheadAttention: attention,

@@ -7,7 +7,7 @@ rule run as they are. Layers without one run again by `torch.func`, unless their
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.noise.stream import uncompiled
+from quell.torch.autocast import Autocast, lowered
 from quell.torch.checks import in_a_sentence
 from quell.torch.engine.composite import COMPOSITES
-from quell.torch.engine.pieces import Piece, Rows
-from quell.torch.engine.rules import LOWERED, Rule, added, by_torch_func, embedding, has_rows, linear, rule_for
+from quell.torch.engine.pieces import Rows
+from quell.torch.engine.rules import LOWERED, Pieces, Rule, added, by_torch_func, embedding, has_rows, linear, rule_for
 from quell.torch.engine.taps import per_row, swapped, tapped_linear
 from quell.torch.random_states import kept_states
 
@@ -47,7 +48,7 @@ class Layer:
     rule: Rule | None
     trained: Mapping[str, str]  # from its own names of its parameters to the optimizer's
     forward: Callable[..., Any]  # as it was before
-    row_by_row: bool | None = None  # whether its parameters may be given to it once for every row
+    row_by_row: bool | None = None  # whether it takes its parameters once for every row; None: not known yet
     whole: bool = False  # whether its parameters are those of the modules in it too
     shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
     # Without a rule, for each way of calling it: which inputs all examples were seen to share, and which not.
@@ -83,9 +84,6 @@ class TappedForward:
         return type(self)(None, copy.deepcopy(self.module, memo))
 
     __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
-
-    def __repr__(self) -> str:
-        return "<tapped forward>"
 
 
 def layers_to_tap(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[nn.Module, Layer]]:
@@ -136,8 +134,8 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
         return tapped_linear(x, module.weight, module.bias, engine.anchor, engine.arrival(module, linear))
     if layer.rule is embedding:
         x = _own_rows(engine, layer, x)
-    elif layer.rule in LOWERED and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif layer.rule in LOWERED:
+        x = lowered(x)
     with swapped([module]):
         y = layer.forward(x)
     (y,) = engine.tapped(module, layer.rule, (y,), (x,))
@@ -160,8 +158,7 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
     way = str(structure), tuple(given)
     shared = layer.shared_inputs.setdefault(way, set())
     shared |= _shared_inputs(engine, tensors, engine.rows)
-    kind = tensors[0].device.type if tensors else "cpu"
-    lowered, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    autocast = Autocast.now(tensors[0].device.type if tensors else "cpu")
     for place in given:
         values[place] = None  # kept by the tap, where gradient checkpoints can drop it
 
@@ -171,7 +168,7 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
             again[place] = value
         again_args, again_kwargs = pytree.tree_unflatten(again, structure)
         others = {name: p.detach() for name, p in module.named_parameters() if name not in params}
-        with torch.autocast(kind, dtype=dtype, enabled=lowered, cache_enabled=False):
+        with autocast.again():
             found = pytree.tree_leaves(functional_call(module, {**others, **params}, again_args, again_kwargs))
         return tuple(found[place] for place in made)
 
@@ -322,7 +319,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _row_rule(name: str) -> Rule:
-    def rule(layer: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
+    def rule(layer: Any, inputs: Any, gradients: Any, rows: int) -> Pieces:
         yield name, Rows(added(gradients[0], rows).unsqueeze(1))
 
     return rule

@@ -17,7 +17,7 @@ import copy
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from quell.torch.engine.base import is_differentiable
 from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.pieces import sparing
 from quell.torch.random_states import kept_states, own_states, set_own_states
+from quell.torch.sharding import is_sharded
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -46,10 +47,14 @@ _PLAIN = (bool, int, float, str, type(None))
 _DEVICE = "cuda"
 
 
+def require_recordable(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse trained parameters of which no passes can be recorded."""
+    if any(is_sharded(parameter) or parameter.device.type != _DEVICE for parameter in parameters):
+        raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU: leave it out")
+
+
 def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool]) -> None:
     """Let the model record and replay its passes. `busy` says whether somebody watches what the loop does."""
-    if engine.sharded or any(parameter.device.type != _DEVICE for parameter in engine.params.values()):
-        raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU: leave it out")
     model.forward = GraphedForward(engine, model, busy)
 
 
@@ -130,9 +135,6 @@ class GraphedForward:
         return found
 
     __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
-
-    def __repr__(self) -> str:
-        return "<forward with CUDA graphs>"
 
 
 class Recording:

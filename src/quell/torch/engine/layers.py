@@ -37,7 +37,7 @@ from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
 from quell.torch.nested import tensors_in
-from quell.torch.sharding import copies, own_share
+from quell.torch.sharding import own_share, own_square
 from quell.torch.transfer import Awaited
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ Found = dict[str, list[Piece]]  # by the parameter's name
 
 
 class LayerEngine(Engine):
+    """Clips what layers with trained parameters show of every unit: `rows_per_unit` rows in a row of the batch."""
+
     clipping = "layers"
     unseen = "outside its layer"
 
@@ -61,7 +63,7 @@ class LayerEngine(Engine):
         super().__init__(params, max_grad_norm, loss_reduction)
         self.model, self.rows_per_unit = model, rows_per_unit
         self.layers: dict[int, Layer] = {}
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # so that layers' outputs do
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # makes autograd run every tap
         self.idle = False  # whether layers run as if they had no taps
         self.lowered = False  # whether a layer has computed in less than float32, wherever autocast was turned on
         self.running = False  # whether a forward pass for training is under way
@@ -70,10 +72,10 @@ class LayerEngine(Engine):
         self.collected = 0  # how often sums were collected: gradients of older forward passes are refused
         self.open: Recording | None = None  # whose forward pass was replayed, and whose backward pass is to come
         self._replayed: list[Recording] = []  # whose backward pass was replayed, and that are still to be clipped
-        self._finished: list[Found] = []
+        self._finished: list[Found] = []  # of backward passes that are done and not clipped yet
         self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
-        self._outer: dict[int, int] = {}  # of a backward pass inside another, which reentrant checkpoints have
-        self._first = None if self.sharded else FirstBatch(self)
+        self._outer: dict[int, int] = {}  # from a backward pass inside another (reentrant checkpoints) to the outermost
+        self._first = None if self.sharded else FirstBatch(self)  # None when the first batch was compared
         self.measured: Measured = []  # the units that were clipped last, before clipping
         self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -134,6 +136,7 @@ class LayerEngine(Engine):
     # Backward
 
     def arrival(self, module: nn.Module, rule: Rule) -> Arrived:
+        """What the tap behind a call of the module is to do when gradients arrive: keep their pieces, by the rule."""
         within, used, expected = torch._C._current_graph_task_id(), [False], self.rows
         made_at = self.collected
         if within >= 0:  # a reentrant checkpoint runs its layers again, and has a backward pass of its own
@@ -145,22 +148,26 @@ class LayerEngine(Engine):
             backward = torch._C._current_graph_task_id()
             if within >= 0:
                 self._outer[backward] = self._outer.get(within, within)
-            found = self._pass(self._outer.get(backward, backward))
             self._require_rows(module, gradients, expected)
-            self.lowered |= gradients[0].element_size() < 4
-            trained = self.layers[id(module)].trained
-            if not gradients[0].shape[0]:  # an empty batch, of which rules cannot tell the shapes
-                for name in trained.values():
-                    found[name].append(Rows(gradients[0].new_zeros(0, self.params[name].numel())))
-                return
-            kind = gradients[0].device.type
-            lowered = torch.is_autocast_enabled(kind)  # where backward() is called inside of autocast
-            with torch.autocast(kind, enabled=False) if lowered else nullcontext():
-                for name, piece in rule(module, inputs, gradients, self.rows_per_unit):
-                    if name in trained:
-                        found[trained[name]].append(piece)
+            self._add_pieces(self._pass(self._outer.get(backward, backward)), module, rule, inputs, gradients)
 
         return arrived
+
+    def _add_pieces(
+        self, found: Found, module: nn.Module, rule: Rule, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+    ) -> None:
+        self.lowered |= gradients[0].element_size() < 4
+        trained = self.layers[id(module)].trained
+        if not gradients[0].shape[0]:  # an empty batch, of which rules cannot tell the shapes
+            for name in trained.values():
+                found[name].append(Rows(gradients[0].new_zeros(0, self.params[name].numel())))
+            return
+        kind = gradients[0].device.type
+        lowered = torch.is_autocast_enabled(kind)  # where backward() is called inside of autocast
+        with torch.autocast(kind, enabled=False) if lowered else nullcontext():
+            for name, piece in rule(module, inputs, gradients, self.rows_per_unit):
+                if name in trained:
+                    found[trained[name]].append(piece)
 
     def _require_current(self, called: Callable[[], str], made_at: int, used: bool) -> None:
         if made_at != self.collected:
@@ -236,7 +243,7 @@ class LayerEngine(Engine):
             recording.clip(examples)
             self._keep_norms(recording.measured, examples)
             own = torch._foreach_mul(list(recording.sums.values()), 1.0)  # the next replay overwrites its sums
-            self._take_sums(examples, dict(zip(recording.sums, own, strict=True)), recording.norm)
+            self._take(examples, dict(zip(recording.sums, own, strict=True)), recording.norm)
 
     def _clip(self, found: Found) -> None:
         pieces, units = self.pieces_of(found)
@@ -246,10 +253,10 @@ class LayerEngine(Engine):
         sums = self.clipped(pieces, units, examples)
         self._keep_norms(self.measured, examples)
         if self.sharded:
-            self._require_bounded(*self._norm_over_ranks(sums, examples))
+            self._refuse_too_large(*self._norm_over_ranks(sums, examples))
             self._add(examples, sums)
         else:
-            self._take_sums(examples, sums, norm_of(sums.values()))
+            self._take(examples, sums, norm_of(sums.values()))
 
     def pieces_of(self, found: Found) -> tuple[dict[Names, list[Piece]], int]:
         """All pieces of a backward pass, and of how many units they are."""
@@ -288,18 +295,18 @@ class LayerEngine(Engine):
             sums |= self._sums_of(own, factors)
         return sums
 
-    def _take_sums(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
-        """Add the sums. On a GPU their norm is looked at one step later, when it has long arrived."""
+    def _take(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
+        """On a GPU the norm of sums is looked at one step later, when it has long arrived."""
         self.require_bounded()
-        if norm.is_cuda:
-            self._last_sum = Awaited(norm), examples
-        else:
-            self._require_bounded(float(norm), examples)
+        if not norm.is_cuda:
+            super()._take(examples, sums, norm)
+            return
+        self._last_sum = Awaited(norm), examples
         self._add(examples, sums)
 
     def require_bounded(self) -> None:
         if self._last_sum is not None:
-            self._require_bounded(float(self._last_sum[0]), self._last_sum[1])
+            self._refuse_too_large(float(self._last_sum[0]), self._last_sum[1])
             self._last_sum = None  # not after an error: what was too large has been released
 
     def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor) -> dict[str, Tensor]:
@@ -312,17 +319,13 @@ class LayerEngine(Engine):
             whole = first.view(-1).float()
             sizes = [self.params[name].numel() for name in names]
             for name, total in zip(names, whole.split(sizes) if len(names) > 1 else (whole,), strict=True):
-                parameter = self.params[name]
-                sums[name] = total.view(parameter.shape)
-                if self.sharded:
-                    sums[name] = own_share(sums[name], parameter)
+                sums[name] = own_share(total.view(self.params[name].shape), self.params[name])
         return sums
 
     def _norm_over_ranks(self, sums: Mapping[str, Tensor], examples: int) -> tuple[float, int]:
         """The norm of sharded sums, and of how many examples on all ranks they are."""
-        both = torch.tensor([0.0, examples], dtype=torch.float64, device=next(iter(sums.values())).device)
-        for name, total in sums.items():
-            both[0] += norm_of([total]).to(both).square() / copies(self.params[name], world()[1])
+        own = own_square([self.params[name] for name in sums], list(sums.values()), world()[1])
+        both = torch.stack([own, own.new_tensor(examples)])
         sum_over_ranks([both])
         square, number = both.tolist()
         return math.sqrt(square), int(number)

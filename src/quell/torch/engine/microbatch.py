@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError, require_count
+from quell.torch.autocast import Autocast
 from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
+from quell.torch.coupling import in_eval_mode
 from quell.torch.engine.base import Engine, is_differentiable
+from quell.torch.engine.bounds import norm_of
+from quell.torch.engine.rules import pulled_back
 from quell.torch.random_states import kept_states, own_states
 
 _NOT_MAPPED = (
@@ -41,10 +45,11 @@ class Inputs:
     mapped: list[int]  # which of them have one row per example
     examples: int
     random_state: dict[str, Any]
-    autocast: tuple[str, torch.dtype, bool]
+    autocast: Autocast
 
-    def part(self, first: int, stop: int) -> list[Tensor]:
-        return [self.values[place][first:stop] for place in self.mapped]
+    def of(self, examples: slice) -> list[Tensor]:
+        """The arguments with one row per example, of some examples."""
+        return [self.values[place][examples] for place in self.mapped]
 
 
 @dataclass(eq=False)
@@ -53,7 +58,7 @@ class Pass:
 
     leaves: list[Tensor]
     inputs: Inputs
-    given_up: list[bool]  # not empty when another forward pass came first
+    given_up: list[bool]  # holds True once another forward pass came before a gradient did
 
 
 class MicrobatchEngine(Engine):
@@ -95,7 +100,7 @@ class MicrobatchEngine(Engine):
         tensors = {place: value for place, value in enumerate(values) if isinstance(value, Tensor) and value.dim()}
         if not tensors:
             raise QuellError("the model was called without a tensor: clipping='microbatch' needs to know the examples")
-        examples, way, kind = len(next(iter(tensors.values()))), str(structure), self.device.type
+        examples, way = len(next(iter(tensors.values()))), str(structure)
         own = {buffer.untyped_storage().data_ptr() for buffer in self.model.buffers()}
         self._shared |= {
             (way, place)
@@ -103,8 +108,7 @@ class MicrobatchEngine(Engine):
             if len(value) != examples or value.untyped_storage().data_ptr() in own
         }
         mapped = [place for place in tensors if (way, place) not in self._shared]
-        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        return Inputs(values, structure, mapped, examples, own_states(), autocast)
+        return Inputs(values, structure, mapped, examples, own_states(), Autocast.now(self.device.type))
 
     def _require_rows(self, inputs: Inputs) -> None:
         """Refuse a first batch in which something that all examples share is as long as the batch.
@@ -115,17 +119,13 @@ class MicrobatchEngine(Engine):
         way = str(inputs.structure), tuple(inputs.mapped)
         if way in self._followed or inputs.examples < 2 or len(inputs.mapped) < 2:
             return
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()  # without dropout
         try:
-            whole = self._plainly(inputs, inputs.examples)
-            fewer = self._plainly(inputs, inputs.examples - 1)
+            with in_eval_mode(self.model):
+                whole = self._plainly(inputs, inputs.examples)
+                fewer = self._plainly(inputs, inputs.examples - 1)
             same = all(torch.allclose(a[:-1], b, rtol=0.05, atol=1e-3) for a, b in zip(whole, fewer, strict=True))
         except (RuntimeError, IndexError, ValueError):
             same = False
-        finally:
-            for module, training in modes:
-                module.training = training
         if not same:
             raise QuellError(
                 f"the model was given several tensors of {inputs.examples} rows, and without their last ones other "
@@ -137,7 +137,7 @@ class MicrobatchEngine(Engine):
     def _plainly(self, inputs: Inputs, rows: int) -> list[Tensor]:
         """The outputs with a row per example, of the first examples."""
         values = list(inputs.values)
-        for place, value in zip(inputs.mapped, inputs.part(0, rows), strict=True):
+        for place, value in zip(inputs.mapped, inputs.of(slice(rows)), strict=True):
             values[place] = value
         args, kwargs = pytree.tree_unflatten(values, inputs.structure)
         made = pytree.tree_leaves(self._plain_forward(*args, **kwargs))
@@ -149,7 +149,7 @@ class MicrobatchEngine(Engine):
         example = _Example(self, inputs)
         run = vmap(example, in_dims=(None,) + (0,) * len(inputs.mapped), randomness="different")
         with in_a_sentence("running the model one example at a time, by torch.func.vmap,", _NOT_MAPPED):
-            parts = [run(self._detached(), *inputs.part(*bounds)) for bounds in self._bounds(inputs.examples)]
+            parts = [run(self._detached(), *inputs.of(some)) for some in self._micro_batches(inputs)]
         return example.rebuilt([torch.cat(columns) for columns in zip(*parts, strict=True)])
 
     def _cut(self, outputs: Any, inputs: Inputs) -> Any:
@@ -178,9 +178,11 @@ class MicrobatchEngine(Engine):
         factor = examples if self.mean_loss else 1
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * factor for leaf in done.leaves]
         clipped = self._clip(done.inputs, gradients)
-        if unused := self._unused(done, clipped.sums):
-            clipped = clipped._replace(sums={n: total for n, total in clipped.sums.items() if n not in unused})
-        self._take(examples, clipped)
+        unused = self._unused(done, clipped.sums)
+        sums = {name: total for name, total in clipped.sums.items() if name not in unused}
+        self._take(examples, sums, norm_of(sums.values()))
+        for measured in clipped.measured:
+            self._keep_norms(measured)
 
     def _unused(self, done: Pass, sums: Mapping[str, Tensor]) -> set[str]:
         """Of the parameters that have had no gradient yet, those that this loss does not use.
@@ -193,7 +195,7 @@ class MicrobatchEngine(Engine):
             return set(zero)
         params = {name: parameter.requires_grad_() for name, parameter in self._detached().items()}
         with kept_states(done.inputs.random_state), torch.enable_grad():
-            outputs = _Example(self, done.inputs)(params, *(row[0] for row in done.inputs.part(0, 1)))
+            outputs = _Example(self, done.inputs)(params, *(row[0] for row in done.inputs.of(slice(1))))
             pairs = zip(outputs, done.leaves, strict=True)
             used = [output for output, leaf in pairs if leaf.grad is not None and output.requires_grad]
             if not used:
@@ -214,17 +216,14 @@ class MicrobatchEngine(Engine):
         count = len(gradients)
 
         def pulled(p: dict[str, Tensor], *values: Tensor) -> dict[str, Tensor]:
-            made, pull = vjp(lambda q: run(q, *values[count:]), p)
-            arrived = tuple(g.to(output.dtype) for g, output in zip(values[:count], made, strict=True))
-            back: dict[str, Tensor] = pull(arrived)[0]
-            return back
+            return pulled_back(lambda q: run(q, *values[count:]), p, values[:count])
 
         per_example = vmap(pulled, in_dims=(None,) + (0,) * (count + len(inputs.mapped)), randomness="different")
 
         def micro_batches() -> Iterator[dict[str, Tensor]]:
             with kept_states(inputs.random_state):
-                for first, stop in self._bounds(inputs.examples):
-                    made = per_example(params, *(g[first:stop] for g in gradients), *inputs.part(first, stop))
+                for some in self._micro_batches(inputs):
+                    made = per_example(params, *(g[some] for g in gradients), *inputs.of(some))
                     for name, scale in self.scales.items():
                         made[name] = made[name].float() * scale.entries.view(params[name].shape)
                     yield made
@@ -232,8 +231,8 @@ class MicrobatchEngine(Engine):
         with torch.no_grad(), in_a_sentence("the gradient of one example, by torch.func.vmap,", _NOT_MAPPED):
             return sum_clipped(micro_batches(), params, self.bounds)
 
-    def _bounds(self, examples: int) -> list[tuple[int, int]]:
-        return [(first, min(first + self.size, examples)) for first in range(0, examples, self.size)]
+    def _micro_batches(self, inputs: Inputs) -> list[slice]:
+        return [slice(first, first + self.size) for first in range(0, inputs.examples, self.size)]
 
     def _detached(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.params.items()}
@@ -252,10 +251,10 @@ class _Example:
         for place, row in zip(self.inputs.mapped, rows, strict=True):
             values[place] = row.unsqueeze(0)
         args, kwargs = pytree.tree_unflatten(values, self.inputs.structure)
-        engine, (device, dtype, enabled) = self.engine, self.inputs.autocast
+        engine = self.engine
         engine._inside = True
         try:
-            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+            with self.inputs.autocast.again():
                 outputs = functional_call(engine.model, params, args, kwargs)
         finally:
             engine._inside = False

@@ -70,9 +70,9 @@ class Patches:
     x: Tensor  # (units, rows of one unit, channels in, *sizes)
     window: Window
     groups: int
-    through: Callable[[Tensor], Tensor] | None = None  # what (units, channels out, rest) gradients still go through
-    standardised: bool = False  # whether they go back through the standardisation of the weight
-    held: int | None = None  # how many numbers the whole of it has, where this is a part
+    through: Callable[[Tensor], Tensor] | None = None  # applied to gradients (units, channels out, rest) when made
+    standardised: bool = False  # whether `through` takes them back through the standardisation of the weight
+    held: int | None = None  # how many numbers the whole piece has, where this is a part
 
     @property
     def units(self) -> int:

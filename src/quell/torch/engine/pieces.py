@@ -31,9 +31,7 @@ sparing: ContextVar[bool] = ContextVar("sparing", default=False)  # while a grap
 
 _FEW_SUMS = 1 << 22  # numbers of sums over a few units each that may be held at once
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
-
-
-_FAR = 1e18
+_FAR = 1e18  # norms of factors beyond which a weighted sum of them could be longer than it was measured
 
 
 class Piece(Protocol):
@@ -102,9 +100,7 @@ class Outer:
             # The sum multiplies g by the weight in g's own precision: one rounding of every entry. In float64, because
             # the product of a norm whose squares underflow with a large one is of ordinary size.
             norms = [torch.linalg.vector_norm(values[:, 0], dim=1, dtype=torch.float64) for values in (self.g, self.a)]
-            finest = torch.finfo(self.g.dtype).tiny * _spacing(
-                self.g
-            )  # what entries below the normal ones are rounded to
+            finest = torch.finfo(self.g.dtype).tiny * _spacing(self.g)  # what subnormal entries are rounded to
             found = (norms[0] + finest * self.g.shape[2] ** 0.5) * norms[1] * (1 + _spacing(self.g))
             # Beside a longer factor, weighted entries of the other can be so small that rounding makes them larger.
             # Norms by Gram matrices are not finite there either, because squares overflow.

@@ -25,22 +25,32 @@ from quell.torch.sharding import is_sharded
 from quell.torch.standardised import StandardisedConv2d, brought_back
 
 Pieces = Iterable[tuple[str, Piece]]
-Rule = Callable[[Any, tuple[Tensor, ...], tuple[Tensor, ...], int], Pieces]  # layer, inputs, gradients, rows of a unit
+Tensors = tuple[Tensor, ...]
+Rule = Callable[[Any, Tensors, Tensors, int], Pieces]  # layer, inputs, gradients, rows of a unit
 
 
-def linear(layer: Any, inputs: Any, gradients: Any, rows: int, transposed: bool = False) -> Pieces:
+def linear(
+    layer: Any,
+    inputs: Tensors,
+    gradients: Tensors,
+    rows: int,
+    weight: str = "weight",
+    bias: str = "bias",
+    transposed: bool = False,
+) -> Pieces:
+    """A product with a weight (outputs, inputs), or with one that is `transposed`, and a bias: each by its name."""
     g = positions(gradients[0], rows)
-    a = positions(inputs[0], rows).to(g.dtype)
-    if layer.weight.requires_grad:
-        yield "weight", kept(Outer(a, g) if transposed else Outer(g, a), layer.weight.shape)
-    if getattr(layer, "bias", None) is not None and layer.bias.requires_grad:
-        yield "bias", summed(g)
+    if is_trained(layer, weight):
+        a = positions(inputs[0], rows).to(g.dtype)
+        yield weight, kept(Outer(a, g) if transposed else Outer(g, a), getattr(layer, weight).shape)
+    if is_trained(layer, bias):
+        yield bias, summed(g)
 
 
 transposed_linear: Rule = partial(linear, transposed=True)  # Hugging Face's Conv1D, whose weight is (inputs, outputs)
 
 
-def embedding(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+def embedding(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
     tokens = inputs[0].reshape(len(inputs[0]), -1)
     tokens = tokens.reshape(-1, rows * tokens.shape[1])
     padding = -1 if layer.padding_idx is None else int(layer.padding_idx)
@@ -48,50 +58,46 @@ def embedding(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, .
 
 
 def convolution(
-    layer: Any,
-    inputs: tuple[Tensor, ...],
-    gradients: tuple[Tensor, ...],
-    rows: int,
-    through: Callable[[Tensor], Tensor] | None = None,
+    layer: Any, inputs: Tensors, gradients: Tensors, rows: int, through: Callable[[Tensor], Tensor] | None = None
 ) -> Pieces:
     g = by_unit(gradients[0], rows)
-    if layer.weight.requires_grad:
+    if is_trained(layer, "weight"):
         x = by_unit(inputs[0].to(g.dtype), rows)
         found = Patches(g, x, Window.of(layer), layer.groups, through, standardised=through is not None)
         yield "weight", found.kept(layer.weight.shape)
-    if layer.bias is not None and layer.bias.requires_grad:
+    if is_trained(layer, "bias"):
         yield "bias", Rows(g.flatten(3).sum((1, 3), dtype=wide_type(g)))
 
 
-def standardised_convolution(
-    layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int
-) -> Pieces:
+def standardised_convolution(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
     """A convolution by a function of its weight: gradients of what that made go back through it."""
     if is_sharded(layer.weight):
         raise QuellError("standardised convolutions need whole weights, and these are sharded: do not shard them")
     yield from convolution(layer, inputs, gradients, rows, brought_back(layer.weight))
 
 
-def normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+def normalisation(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
     """LayerNorm and RMSNorm: what the scale multiplies is computed again from the input."""
     shape = layer.weight.shape
     x = inputs[0].reshape(len(inputs[0]) // rows, -1, shape.numel())
     g = gradients[0].reshape(x.shape)
-    scales, shifts = kernels.scale_gradients(x, g, _epsilon(layer, x), isinstance(layer, nn.LayerNorm))
-    if layer.weight.requires_grad:
+    epsilon = _epsilon(layer)
+    epsilon = torch.finfo(x.dtype).eps if epsilon is None else epsilon
+    scales, shifts = kernels.scale_gradients(x, g, epsilon, isinstance(layer, nn.LayerNorm))
+    if is_trained(layer, "weight"):
         yield "weight", Rows(scales.view(-1, *shape))
-    if getattr(layer, "bias", None) is not None and layer.bias.requires_grad:
+    if is_trained(layer, "bias"):
         yield "bias", Rows(shifts.view(-1, *shape))
 
 
-def channel_normalisation(layer: Any, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rows: int) -> Pieces:
+def channel_normalisation(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
     """GroupNorm and InstanceNorm, whose scales belong to channels."""
     x, g = (v.flatten(2) if v.dim() > 2 else v.unsqueeze(2) for v in (inputs[0], gradients[0]))
     groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else layer.num_features
     scales, shifts = kernels.channel_scale_gradients(x, g, groups, layer.eps)
-    if layer.weight.requires_grad:
+    if is_trained(layer, "weight"):
         yield "weight", Rows(added(scales, rows))
-    if layer.bias is not None and layer.bias.requires_grad:
+    if is_trained(layer, "bias"):
         yield "bias", Rows(added(shifts, rows))
 
 
@@ -110,15 +116,26 @@ def by_torch_func(
 
     def one(params: dict[str, Tensor], gradient: tuple[Tensor, ...], *row: Any) -> dict[str, Tensor]:
         batch = [v.unsqueeze(0) if axis == 0 else v for v, axis in zip(row, mapped, strict=True)]
-        made, pull = vjp(lambda p: tuple(o[0] for o in call(p, *batch)), params)
-        back: dict[str, Tensor] = pull(tuple(g.to(o.dtype) for g, o in zip(gradient, made, strict=True)))[0]
-        return back
+        return pulled_back(lambda p: tuple(o[0] for o in call(p, *batch)), params, gradient)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")  # for layers that vmap runs row by row
         found = vmap(one, in_dims=(None, 0, *mapped), randomness="error")(own, tuple(gradients), *inputs)
     for name, value in found.items():
         yield name, Rows(added(wide(value), rows))
+
+
+def pulled_back(run: Callable[..., Tensors], params: dict[str, Tensor], gradients: Tensors) -> dict[str, Tensor]:
+    """The gradients of the parameters, from those of what `run` makes of them."""
+    made, pull = vjp(run, params)
+    found: dict[str, Tensor] = pull(tuple(g.to(o.dtype) for g, o in zip(gradients, made, strict=True)))[0]
+    return found
+
+
+def is_trained(layer: Any, name: str) -> bool:
+    """Whether the layer has a parameter of this name that is trained."""
+    parameter = getattr(layer, name, None)
+    return parameter is not None and parameter.requires_grad
 
 
 def by_unit(values: Tensor, rows: int) -> Tensor:
@@ -143,11 +160,10 @@ def summed(g: Tensor) -> Rows:
     return Rows(g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=wide_type(g)))
 
 
-def _epsilon(layer: Any, x: Tensor) -> float:
-    for name in ("eps", "variance_epsilon"):
-        if getattr(layer, name, None) is not None:
-            return float(getattr(layer, name))
-    return float(torch.finfo(x.dtype).eps)
+def _epsilon(layer: Any) -> float | None:
+    """What a normalisation adds to the variance, by the names that it goes by."""
+    found = (getattr(layer, name, None) for name in ("eps", "variance_epsilon"))
+    return next((float(value) for value in found if isinstance(value, (int, float))), None)
 
 
 def has_rows(value: Any, examples: int) -> bool:
@@ -171,12 +187,8 @@ RULES: dict[type[nn.Module], Rule] = {
 }
 
 
-LOWERED = (
-    linear,
-    transposed_linear,
-    convolution,
-    standardised_convolution,
-)  # whose inputs autocast turns into bfloat16
+# whose inputs autocast turns into bfloat16
+LOWERED = (linear, transposed_linear, convolution, standardised_convolution)
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
@@ -194,8 +206,8 @@ def _is_rms_norm(layer: nn.Module) -> bool:
 
     Llama, Mistral, Qwen, T5 and Gemma each have a class of their own for it; what it computes is compared instead.
     """
-    own = dict(layer.named_parameters(recurse=False))
-    if set(own) != {"weight"} or own["weight"].dim() != 1 or list(layer.children()) or not _named_epsilon(layer):
+    own, epsilon = dict(layer.named_parameters(recurse=False)), _epsilon(layer)
+    if set(own) != {"weight"} or own["weight"].dim() != 1 or list(layer.children()) or epsilon is None:
         return False
     weight = own["weight"].detach()
     with torch.no_grad(), kept_states():
@@ -204,12 +216,8 @@ def _is_rms_norm(layer: nn.Module) -> bool:
             found = layer(x)
         except Exception:  # a layer that wants something else is not one
             return False
-        plain = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + _epsilon(layer, x))
+        plain = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
         close = partial(torch.allclose, rtol=2e-2, atol=1e-3) if weight.dtype != torch.float32 else torch.allclose
         return found.shape == x.shape and any(
             bool(close(found.float(), plain * (weight.float() + shift))) for shift in (0.0, 1.0)
         )
-
-
-def _named_epsilon(layer: nn.Module) -> bool:
-    return any(isinstance(getattr(layer, name, None), float) for name in ("eps", "variance_epsilon"))

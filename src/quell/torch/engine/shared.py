@@ -6,7 +6,6 @@ gradient of each example's copy becomes a piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from quell.errors import QuellError
 from quell.torch.engine.forward import TappedForward
-from quell.torch.engine.pieces import Piece, Tokens
-from quell.torch.engine.rules import by_unit
+from quell.torch.engine.pieces import Tokens
+from quell.torch.engine.rules import Pieces, Tensors, by_unit
 from quell.torch.engine.taps import per_row
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class SharedBias(TappedForward):
                 "cannot follow: freeze it (requires_grad_(False)), or use clipping='microbatch'"
             )
 
-        def rule(table: Any, inputs: Any, gradients: tuple[Tensor, ...], rows: int) -> Iterable[tuple[str, Piece]]:
+        def rule(table: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
             g = by_unit(gradients[0].permute(0, 2, 3, 1), rows).flatten(1, 3)
             yield "weight", Tokens(g, looked_up[0].flatten().expand(g.shape[:2]), table.num_embeddings, -1)
 

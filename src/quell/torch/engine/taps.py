@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quell.torch.autocast import lowered
+
 _unsafe_view = torch.ops.aten._unsafe_view.default
 Arrived = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]  # takes what was kept and the gradients
 
@@ -74,11 +76,7 @@ class _Tap(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arrived: Arrived, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor) -> Any:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        x, weight, bias = lowered(x), lowered(weight), None if bias is None else lowered(bias)
         ctx.arrived = arrived
         ctx.save_for_backward(x, weight)
         flat = x.reshape(-1, x.shape[-1])
