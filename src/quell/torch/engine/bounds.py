@@ -10,7 +10,7 @@ less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,15 +32,22 @@ class Allowance:
     how many positions there are, and whether per-unit gradients are kept: neither may change the norms of the others.
     """
 
-    size: Tensor  # (units,) float64, S
+    size: Tensor  # (units,) S
     positions: Any  # a number, or (units,) of them: roundings in the sum, one for each that is not zero
     rate: float  # of S², which Gram matrices may be off by
     unit: float  # of rounding
     square: Any = 0.0  # (units,) what else squares may be off by
 
     def raised(self, norms: Tensor) -> Tensor:
-        found = (norms.double().square() + self.rate * self.size.square() + self.square).sqrt()
-        return (found + (self.positions + 2) * self.unit * self.size).float()
+        size = self.size.double()
+        found = (norms.double().square() + self.rate * size.square() + self.square).sqrt()
+        return (found + (self.positions + 2) * self.unit * size).float()
+
+    @property
+    def kind(self) -> Any:
+        """What those have in common that can be one, by `stacked`."""
+        known = isinstance(self.positions, Tensor)
+        return len(self.size), self.rate, self.unit, known or self.positions, isinstance(self.square, Tensor)
 
     def of(self, units: slice) -> Allowance:
         positions, square = (v[units] if isinstance(v, Tensor) else v for v in (self.positions, self.square))
@@ -54,6 +61,16 @@ class Allowance:
 
     def __mul__(self, scale: Tensor) -> Allowance:
         return replace(self, size=self.size * scale, square=self.square * scale.square())
+
+
+def stacked(allowed: Sequence[Allowance]) -> Allowance:
+    """Several of one kind as one, with (layers, units) in the place of (units,)."""
+    first, sizes = allowed[0], torch.stack([each.size for each in allowed])
+    positions, square = (
+        torch.stack(values) if isinstance(values[0], Tensor) else values[0]
+        for values in ([each.positions for each in allowed], [each.square for each in allowed])
+    )
+    return replace(first, size=sizes, positions=positions, square=square)
 
 
 def allowance(g: Tensor, a: Tensor) -> Allowance:

@@ -27,6 +27,7 @@ _TILE, _DEPTH = 128, 64  # of the matrix products: rows and columns, and how dee
 _PRODUCT: dict[str, Any] = {"TILE": _TILE, "DEPTH": _DEPTH, "num_warps": 8, "num_stages": 4}
 _ROUNDING = 2.0**-23  # tensor cores cut off instead of rounding
 _CHUNK = 1024  # as in triton_kernels.py
+_MARGIN = 1.001  # as there, for the rounding of sizes
 _POSITIONS = 4096  # for so many the clipped sum may always round
 _BLOCK = 1024  # elements of a program that adds up rows
 Factors = tuple[Tensor, Tensor]  # g (units, positions, outputs) and a (units, positions, inputs)
@@ -63,10 +64,9 @@ def gram_norms(pairs_of_factors: Sequence[Factors]) -> Tensor:
 
 def allowance(g: Tensor, a: Tensor) -> Allowance:
     """What `gram_norms` raises norms by."""
-    widths = g.shape[2], a.shape[2]
     sizes = [torch.linalg.vector_norm(values, dim=2, dtype=torch.float32) for values in (g, a)]
-    size = (sizes[0] * sizes[1]).sum(1).double() * 1.001 + UNDERFLOW * sum(widths)
-    return Allowance(size, _summing(g.shape[1]), _roundings(*widths) * _ROUNDING, _ROUNDING)
+    rate, unit = _roundings(g.shape[2], a.shape[2]) * _ROUNDING * _MARGIN**2, _ROUNDING * _MARGIN
+    return Allowance((sizes[0] * sizes[1]).sum(1), _summing(g.shape[1]), rate, unit)
 
 
 def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def token_norms(g: Tensor, tokens: Tensor) -> Tensor:
         _triton().token_gram[(pairs, units)](
             table, tokens.contiguous(), found, units, positions, width, pairs, TYPE=_type(g), **_PRODUCT
         )
-    sizes = found[0, 1].sum(1) * (1.001 * _ROUNDING)
+    sizes = found[0, 1].sum(1) * (_MARGIN * _ROUNDING)
     return _bounded(found, 0, width)[0] + filled(g) * sizes
 
 

@@ -60,10 +60,8 @@ class Rows:
         return int(self.values.shape[0])  # len() of a tensor is slow, and this is asked often
 
     def norms(self) -> Tensor:
-        return self.raised(norms_of_rows(self.flat))
-
-    def raised(self, norms: Tensor) -> Tensor:
-        return norms if self.allowed is None else self.allowed.raised(norms)
+        found = norms_of_rows(self.flat)
+        return found if self.allowed is None else self.allowed.raised(found)
 
     @property
     def flat(self) -> Tensor:

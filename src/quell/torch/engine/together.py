@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quell.torch.engine import kernels
-from quell.torch.engine.bounds import IN_A_ROW, Allowance, filled, wide, wide_type
+from quell.torch.engine.bounds import IN_A_ROW, Allowance, filled, stacked, wide, wide_type
 from quell.torch.engine.patches import Patches
 from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, norms_of_rows, whole
 
@@ -79,9 +79,15 @@ def norms_of(pieces: Sequence[Piece]) -> list[Tensor]:
         return norms_of_rows(piece.flat) if isinstance(piece, Rows) else piece.norms()
 
     found = _in_groups(pieces, kernels.gram_norms, kernels.row_norms, alone)
-    return [
-        piece.raised(norms) if isinstance(piece, Rows) else norms for piece, norms in zip(pieces, found, strict=True)
-    ]
+    groups: dict[Any, list[tuple[int, Allowance]]] = {}
+    for place, piece in enumerate(pieces):
+        if isinstance(piece, Rows) and piece.allowed is not None:
+            groups.setdefault(piece.allowed.kind, []).append((place, piece.allowed))
+    for group in groups.values():
+        raised = stacked([allowed for _, allowed in group]).raised(torch.stack([found[place] for place, _ in group]))
+        for (place, _), norms in zip(group, raised, strict=True):
+            found[place] = norms
+    return found
 
 
 def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
