@@ -89,7 +89,21 @@ def test_no_example_changes_how_all_later_ones_are_rounded(power: int, micro_bat
         for first in (one, 0.0)
     )
     units = len(large) + 1 + len(small)
-    assert abs(with_one - without) <= 1 + (units + micro_batch**2) * 2.0**-23
+    assert abs(with_one - without) <= 1 + (units + clipping.GROUP**2) * 2.0**-23
+
+
+@pytest.mark.parametrize("units", [8192, 8200])
+def test_nor_within_a_large_micro_batch(units: int) -> None:
+    """Where 8,192 were added in one go, an example moved the sum by 1.5 clip norms (found by a review)."""
+    one = 1 - 2.0**-13
+    halves = np.full(int((2**11 - one) / 0.5), 0.5)
+    large = np.append(halves, 2**11 - one - halves.sum())
+    rows = np.concatenate([large, [one], np.full(units - len(large) - 1, 0.51 * 2.0**-12)])
+    sums = jax.jit(clipped_grad(lambda w, x: w @ x, 1.0, micro_batch=units))
+    batch = (np.tile(rows.astype(np.float32)[:, None] / 8, 64),)
+    mask = np.arange(units) != len(large)
+    whole, without = (np.asarray(sums(jnp.zeros(64), batch, each), np.float64) for each in (None, mask))
+    assert np.linalg.norm(whole - without) <= 1 + (units + clipping.GROUP**2) * 2.0**-23
 
 
 def test_norms_of_many_elements() -> None:
