@@ -222,7 +222,7 @@ def test_parameters_of_another_run_and_slices_are_refused(plan: Plan) -> None:
     """A unit clipped by the norm of each slice, on two devices, moves the sum by √2 clip norms."""
     private = privatize(plan, PARAMS, 0.7)
     sums = clipped_grad(loss, private)
-    close(sums(PARAMS, (X, Y), None), by_hand(X, Y, 0.7))
+    close(sums(PARAMS, (X, Y), np.ones(11, bool)), by_hand(X, Y, 0.7))
     with pytest.raises(QuellError, match="not the parameters that privatize was called with"):
         sums({**PARAMS, "u": PARAMS["v"]}, (X, Y), None)
     with pytest.raises(QuellError, match=r"has shape \(5, 2\)"):
@@ -270,3 +270,20 @@ def test_batches_of_random_size_need_their_mask():
     with pytest.raises(QuellError, match="True or False"):
         sums(jnp.zeros(3), (rows,), mask.astype(np.float32))
     assert float(jnp.linalg.norm(sums(jnp.zeros(3), (rows,), mask))) <= mask.sum() + 1e-3
+
+
+def test_padding_for_devices_needs_its_mask(plan: Plan) -> None:
+    """Twelve units padded to 16 for 8 devices: without the mask, example 0 counts up to five times."""
+    private = privatize(plan, jnp.zeros(3), max_grad_norm=1.0)
+    sums = clipped_grad(lambda w, x: w @ x, private)
+    indices, _ = batches(private, 60)[0]
+    sums(jnp.zeros(3), (jnp.ones((len(indices), 3)),), None)
+    indices, mask = batches(private, 60, devices=8)[0]
+    rows = jnp.ones((len(indices), 3))
+    with pytest.raises(QuellError, match="among these 16: pass the mask"):
+        sums(jnp.zeros(3), (rows,), None)
+    assert float(jnp.linalg.norm(sums(jnp.zeros(3), (rows,), mask))) <= 12 + 1e-3
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    apart = jax.shard_map(lambda x: sums(jnp.zeros(3), (x,), None), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    with pytest.raises(QuellError, match="pass the mask"):
+        jax.eval_shape(apart, rows)

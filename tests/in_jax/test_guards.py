@@ -314,7 +314,7 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
         batches(plan, 60)
     with pytest.raises(QuellError, match="what privatize returned, or a norm, not a Plan"):
         clipped_grad(lambda w, x: w @ x, plan)
-    one = clipped_grad(lambda w, x: jnp.sum(w["w"] * x), private)(PARAMS, (np.full((1, 7, 30), 1e3),), None)
+    one = clipped_grad(lambda w, x: jnp.sum(w["w"] * x), private)(PARAMS, (np.full((1, 7, 30), 1e3),), np.array([True]))
     assert np.linalg.norm(one["w"]) == pytest.approx(1.0, rel=1e-3)  # the clip norm of the run
 
 

@@ -27,7 +27,7 @@ from jax import Array, lax
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
-from quell.jax.alone import as_units_vary, refuse_collectives
+from quell.jax.alone import as_units_vary, manual_axes, refuse_collectives
 from quell.jax.convolutions import with_products
 from quell.jax.devices import as_xla_shards
 from quell.jax.given import number, require_floats
@@ -66,8 +66,9 @@ def clipped_grad(
 
     Returns:
         `sums(params, batch, mask)`: `batch` is a tuple of pytrees whose first axis is that of units, `mask` says
-        which units count; None if all do, which is refused where the plan's batches are padded. The result has the
-        tree of `params`, in float32, for `update`.
+        which units count. None if all do, which is refused where rows may be padding: with the plan's batches it is for
+        those of equal size, whole and outside `shard_map`. The result has the tree of `params`, in float32, for
+        `update`.
         Micro-batches in which no unit counts are skipped. With norms it is `(sums, norms)`: the norms before clipping
         are infinite where they are not finite, and NaN where a unit does not count.
 
@@ -98,7 +99,7 @@ def clipped_grad(
             raise QuellError("batch must be a tuple of arrays, or trees of them, that all have one row per unit")
         (count,) = shapes.pop()
         if mask is None:
-            _require_full_batches(private)
+            _require_full_batches(private, count)
         elif jnp.shape(mask) != (count,):
             raise QuellError(f"mask has shape {jnp.shape(mask)}, but the batch has {count:,} rows: one entry for each")
         elif not jnp.issubdtype(jnp.result_type(mask), jnp.bool_):
@@ -137,13 +138,14 @@ def clipped_grad(
     return sums
 
 
-def _require_full_batches(private: Private | None) -> None:
-    """Refuse a missing mask where batches come padded: rows that count for nobody would be clipped and added."""
+def _require_full_batches(private: Private | None, count: int) -> None:
+    """Refuse a missing mask where rows may be padding: they count for nobody, and would be clipped and added."""
     drawn = None if private is None else private.drawn
-    if drawn is not None and not (drawn.scheme.equal_sizes and float(drawn.expected_size).is_integer()):
+    if drawn is not None and (manual_axes() or not drawn.scheme.equal_sizes or count != drawn.expected_size):
         raise QuellError(
-            "batches of this plan come padded to one size, so mask=None would count rows of padding: pass the mask "
-            "that quell.jax.batches gives with the indices"
+            f"batches of this plan have {float(drawn.expected_size):,.6g} units on average and may come padded to one "
+            f"size, so mask=None would count rows of padding among these {count:,}: pass the mask that "
+            "quell.jax.batches gives with the indices"
         )
 
 
