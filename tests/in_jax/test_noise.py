@@ -366,6 +366,26 @@ def test_a_forgotten_psum_gets_no_noise(placed: bool, at_once: bool) -> None:
     assert np.isfinite(noisy).all()
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_devices_at_different_steps_get_no_noise(inside: bool) -> None:
+    """As after a restart from a checkpoint of its own in every process: the noise of step 0 came again on a device."""
+    where = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = jax.device_put(np.zeros(6, np.float32), jax.NamedSharding(where, P("x")))
+    private = privatize(cases.spec("independent"), params, expected_batch_size=1.0, generator="philox")
+    _, state = private.update(params, private.init(params))
+    parts = [jax.device_put(np.int32(step), device) for step, device in zip((1, 0), where.devices, strict=True)]
+    apart = jax.make_array_from_single_device_arrays((), jax.NamedSharding(where, P()), parts)
+    update: Any = private.update
+    if inside:
+        specs = (P("x"), P())
+        update = jax.jit(jax.shard_map(update, mesh=where, in_specs=specs, out_specs=specs, check_vma=False))
+    noisy, after = update(params + 1, state._replace(step=apart))
+    assert np.isnan(noisy).all()
+    with pytest.raises(QuellError, match="states of different steps"):
+        check(after)
+    check(update(params + 1, state)[1])
+
+
 def test_the_key_is_in_no_program() -> None:
     key = seeded(11)
     private = privatize(cases.spec("independent"), jnp.zeros(9), expected_batch_size=1.0, key=key)

@@ -220,7 +220,7 @@ class Host:
         # Nothing of the sums goes along, but as theirs, so that sums that are mapped over ask once each.
         empty = (lax.slice(each, [0] * each.ndim, [0] * each.ndim) for each in sums)
         mark = sum((nothing.sum().astype(f32) for nothing in empty), f32(0))
-        numbers = (state.step, state.refused, self._differ(manual, sums), mark)
+        numbers = (state.step, state.refused, self._differ(manual, sums, state.step), mark)
         question = jnp.concatenate([*(lax.bitcast_convert_type(each, u32)[None] for each in numbers), state.run])
         expected = jax.ShapeDtypeStruct((3 + self._words.size,), u32)
 
@@ -236,16 +236,20 @@ class Host:
         keys = told[3:].reshape(self._words.shape)
         return lax.bitcast_convert_type(told[0], i32), keys, told[1], lax.bitcast_convert_type(told[2], f32)
 
-    def _differ(self, manual: tuple[str, ...], sums: Sequence[Array]) -> Array:
-        """() 1 if devices that hold the same elements have other sums for them, else 0.
+    def _differ(self, manual: tuple[str, ...], sums: Sequence[Array], step: Array) -> Array:
+        """() 1 if devices that hold the same elements have other sums for them, or stand at other steps, else 0.
 
         They may wherever a program says that an array is replicated and JAX does not check it: inside a `shard_map`,
-        after one with `check_vma=False`, and where an array was put together from parts.
+        after one with `check_vma=False`, and where an array was put together from parts, as from the checkpoints of
+        several processes. A device that is behind would make the noise of a step that was released.
         """
         mesh = self._mesh or mesh_of(sums)
-        if manual or mesh is None:
-            return _differ(sums, self._slices, manual)
-        slices = self._slices if self._mesh else [Slice.of(jax.typeof(total)) for total in sums]
+        if mesh is None and not manual:
+            return i32(0)
+        slices = self._slices if manual or self._mesh else [Slice.of(jax.typeof(total)) for total in sums]
+        sums, slices = [*sums, lax.bitcast_convert_type(step, f32)], [*slices, Slice((), ())]
+        if manual:
+            return _differ(sums, slices, manual)
         kept = [(total, where) for total, where in zip(sums, slices, strict=True) if total.size]  # see `on_parts`
         compared = partial(_differ, slices=[where for _, where in kept], manual=tuple(mesh.axis_names))
         specs = [P() if where.spec is None else where.spec for _, where in kept]
@@ -283,7 +287,8 @@ class Host:
         if differ:
             raise QuellError(
                 "devices that hold the same parameters have different sums, and the same noise would hide neither: add "
-                "the sums up over data-parallel axes (lax.psum) before update"
+                "the sums up over data-parallel axes (lax.psum) before update. Or they have states of different steps: "
+                "restore the same checkpoint in every process"
             )
         if not np.array_equal(run, self.name):
             raise QuellError(
