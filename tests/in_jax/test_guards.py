@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,39 @@ def test_states_of_others_and_several_states() -> None:
             private.update(PARAMS, wrong)
     with pytest.raises(QuellError, match="a stack of several states"):
         check(jax.tree_util.tree_map(lambda leaf: jnp.stack([leaf, leaf]), state))
+
+
+@pytest.mark.parametrize("case", ["independent", "blt", "tree"])
+def test_states_that_are_not_as_init_makes_them(case: str) -> None:
+    """Fewer buffers were read as noise, without a word (found by a review)."""
+    private = privatize(cases.spec(case), PARAMS, key=seeded(1), **FAST)
+    state = private.init(PARAMS)
+    changed = [
+        jax.tree_util.tree_map(lambda leaf: leaf.astype(jnp.float32), state),
+        jax.tree_util.tree_map(lambda leaf: jnp.stack([leaf, leaf]), state),
+    ]
+    if state.buffers:
+        (kept,) = state.buffers
+        changed += [state._replace(buffers=other) for other in ((), (kept[:-1],), (kept.astype(jnp.bfloat16),))]
+    for wrong in changed:
+        with pytest.raises(QuellError, match="other shapes or dtypes than init"):
+            private.update(PARAMS, wrong)
+    with jax.enable_x64(True), pytest.raises(QuellError, match="other shapes or dtypes than init"):
+        private.update(PARAMS, state._replace(step=np.int64(0)))
+    check(private.update(PARAMS, jax.tree_util.tree_map(np.asarray, state))[1])
+
+
+def test_a_run_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parent and child released the same noise with sums of their own (found by a review)."""
+    private = privatize(cases.spec("independent"), PARAMS, key=Key.generate(), **FAST)
+    state = private.init(PARAMS)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)  # a real child could wait for threads of JAX that it does not have
+        noisy, after = private.update(PARAMS, state)
+        assert np.isnan(noisy["w"]).all()
+        with pytest.raises(QuellError, match="does not survive a fork"):
+            check(after)
+    check(private.update(PARAMS, state)[1])
 
 
 def test_what_holds_a_key_says_how_it_is_let_go(tmp_path: Path) -> None:

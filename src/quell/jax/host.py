@@ -8,6 +8,7 @@ whose noise may not be used gets no key: its updates are NaN, as are all that fo
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -102,6 +103,7 @@ class Host:
             raise
         self._witness = None if kept is None else Fingerprint(key, shards, None)
         self._words = np.stack([key_words(generator, key, number) for number in range(len(leaves))])
+        self._process = os.getpid()
         self._due = -1  # the step after those that were released here; negative before the first
         self._closed = False
         self._compiled = jax.jit(partial(self._update, ()))  # callbacks and shard_map want a traced program
@@ -143,6 +145,7 @@ class Host:
         sums = self._leaves(updates, shapes)
         if manual:
             sums = without_empty(sums)
+        self._require_unchanged(state, shapes)
         for total in sums:
             if total.dtype.itemsize < 4:
                 raise QuellError(
@@ -206,6 +209,17 @@ class Host:
             if tuple(leaf.shape) != tuple(shape):
                 raise QuellError(f"a leaf has shape {tuple(leaf.shape)}, where privatize was given {tuple(shape)}")
         return leaves
+
+    def _require_unchanged(self, state: NoiseState, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Refuse a state whose arrays are not as `init` makes them; those of other buffers would be read as noise."""
+        count = self._recipe.buffers
+        made = [((), i32), ((), i32), ((4,), u32), *(((count, *shape), f32) for shape in shapes if count)]
+        given = [*state[:3], *(state.buffers if count else ())]
+        if [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in given] != made:
+            raise QuellError(
+                "the state's arrays have other shapes or dtypes than init(params) gives them: restore checkpoints "
+                "into the tree that init returns, and do not cast or stack it"
+            )
 
     def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:
         """The host's answer, from one device: refusal, keys, zero and the expected batch size.
@@ -280,6 +294,8 @@ class Host:
             self.watch.close()
 
     def _allow(self, step: int, run: Any, differ: bool, sums: list[Any]) -> None:
+        if os.getpid() != self._process:
+            raise QuellError("a run does not survive a fork: parent and child would release the same steps")
         if self._closed:
             raise QuellError("close() was called, and no more steps are released: call privatize again to go on")
         if not counts_steps():
