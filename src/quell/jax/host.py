@@ -338,12 +338,15 @@ def _unsharded(total: Array, where: Slice) -> Array:
 
 def _differ(sums: Sequence[Array], slices: Sequence[Slice], manual: tuple[str, ...]) -> Array:
     """() 1 if devices have other sums for the same elements, by digests of them, over these axes; else 0."""
-    differ = i32(0)
+    digests: dict[tuple[str, ...], list[Array]] = {}  # by the axes that they are compared over
     for total, where in zip(sums, slices, strict=True):
         held = {axis for axes in where.axes for axis in axes}
         if others := tuple(axis for axis in manual if axis not in held):
-            digest = _mixed(total)
-            differ = jnp.maximum(differ, (lax.pmax(digest, others) != lax.pmin(digest, others)).astype(i32))
+            digests.setdefault(others, []).append(_mixed(total))
+    differ = i32(0)
+    for others, found in digests.items():
+        each = jnp.stack(found)
+        differ = jnp.maximum(differ, jnp.any(lax.pmax(each, others) != lax.pmin(each, others)).astype(i32))
     return lax.pmax(differ, manual) if manual else differ
 
 
