@@ -91,6 +91,41 @@ def test_resuming_is_bitwise_and_falling_behind_is_refused(tmp_path: Path) -> No
         start()
 
 
+def test_a_training_that_is_resumed_ends_bitwise_the_same(plan: Plan, tmp_path: Path) -> None:
+    """With momentum, the plan's batches and donated states, from a checkpoint that is two steps old."""
+    random = np.random.default_rng(2)
+    x, y = random.standard_normal((60, 5)).astype(np.float32), random.standard_normal(60).astype(np.float32)
+    params = {"w": np.zeros(5, np.float32)}
+
+    def start() -> Any:
+        private = privatize(plan, params, 1.0, key=tmp_path / "run.key", generator="philox")
+        optimizer = optax.chain(private, optax.sgd(0.1, momentum=0.9))
+        sums = clipped_grad(lambda params, x, y: (x @ params["w"] - y) ** 2, private, micro_batch=5)
+
+        def step(params: Any, state: Any, batch: Any, mask: Any) -> Any:
+            updates, state = optimizer.update(sums(params, batch, mask), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return private, optimizer, jax.jit(step, donate_argnums=(0, 1))
+
+    def trained(now: Any, steps: int) -> Any:
+        for indices, mask in list(batches(private, 60).starting(now[1]))[:steps]:
+            now = step(*now, (x[indices], y[indices]), mask)
+        return now
+
+    private, optimizer, step = start()
+    now = trained((jax.tree_util.tree_map(jnp.asarray, params), optimizer.init(params)), 3)
+    saved = through_a_file(tmp_path / "checkpoint", now)
+    whole = trained(trained(now, 2), plan.steps)
+    private.close()
+    private, optimizer, step = start()
+    again = trained(saved, plan.steps)
+    check(again)
+    assert private.report(again).steps_done == plan.steps
+    jax.tree_util.tree_map(np.testing.assert_array_equal, again, whole)
+    private.close()
+
+
 def test_a_step_comes_once_without_a_ledger() -> None:
     private = privatize(cases.spec("independent"), PARAMS, key=Key.generate(), **FAST)
     first = private.init(PARAMS)
@@ -379,3 +414,8 @@ def test_a_loader_may_look_batches_up_in_any_order_and_process() -> None:
     for step in np.random.default_rng(1).permutation(len(source)):
         for mine, other in zip(in_order[step], copy[int(step)], strict=True):
             np.testing.assert_array_equal(mine, other)
+    grain = pytest.importorskip("grain")
+    loaded = grain.MapDataset.source(source).map(lambda batch: (IDS[batch[0]], batch[1])).to_iter_dataset()
+    for (ids, counts), (indices, mask) in zip(loaded, in_order, strict=True):
+        np.testing.assert_array_equal(ids, IDS[indices])
+        np.testing.assert_array_equal(counts, mask)
