@@ -15,12 +15,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from quell import QuellError
-from quell.jax import check, kernels, privatize, slices
+from quell.jax import batches, check, clipped_grad, kernels, privatize, slices
 from quell.jax import normals as made
 from quell.noise import NoiseStream, generators
 from quell.noise.audit import audit
 from quell.noise.layout import DRAW, LANES, WORDS, tile_size
 from quell.noise.normal import REFINE_BELOW
+from quell.planning import Plan
 from tests.noise import cases
 
 from .trees import SHAPES, arrays, seeded, tree
@@ -216,6 +217,45 @@ def test_whitened_rows_of_a_scan_are_normal(scanned: Any) -> None:
     assert audit(rows, cases.matrix("blt"), 2.0).passed
     assert not audit(rows, np.eye(cases.STEPS), 2.0).passed
     assert not audit(rows, cases.matrix("blt"), 2.1).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lambda_cgd", "bisr normalised", "band", "two exponentials", "tree"])
+def test_whitened_rows_of_every_recurrence_are_normal(case: str) -> None:
+    private = privatize(cases.spec(case), jnp.zeros(4000), expected_batch_size=1.0, key=seeded(4), generator="chacha8")
+    _, rows = lax.scan(
+        lambda state, _: private.update(jnp.zeros(4000), state)[::-1],
+        private.init(jnp.zeros(4000)),
+        None,
+        length=cases.STEPS,
+    )
+    added = [np.asarray(rows, np.float64)]
+    assert audit(added, cases.matrix(case), 1.0).passed
+    assert not audit(added, np.eye(cases.STEPS), 1.0).passed
+
+
+def test_the_noise_of_a_whole_training_passes_the_audit(plan: Plan) -> None:
+    """Clipping, the plan's batches, noise and an optimizer: what is left of the sums is the plan's noise."""
+    random = np.random.default_rng(1)
+    data, params = random.standard_normal((60, 4000)).astype(np.float32), {"w": jnp.zeros(4000)}
+    private = privatize(plan, params, 0.5, key=seeded(5), generator="chacha8")
+    optimizer = optax.chain(private, optax.scale(-1.0))
+    sums = clipped_grad(lambda params, x: jnp.tanh(params["w"] @ x), private, micro_batch=5)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any, mask: Any) -> Any:
+        summed = sums(params, batch, mask)
+        updates, state = optimizer.update(summed, state, params)
+        return optax.apply_updates(params, updates), state, -12 * updates["w"] - summed["w"]
+
+    state, rows = optimizer.init(params), []
+    for indices, mask in batches(private, 60):
+        params, state, noise = step(params, state, (data[indices],), mask)
+        rows.append(np.asarray(noise, np.float64))
+    check(state)
+    matrix, scale = plan.mechanism.strategy.matrix(), 0.5 * plan.mechanism.noise_multiplier
+    assert audit([np.stack(rows)], matrix, scale).passed
+    assert not audit([np.stack(rows)], matrix, 1.1 * scale).passed
 
 
 def test_a_step_past_the_plan_is_nan_and_an_error(scanned: Any) -> None:
