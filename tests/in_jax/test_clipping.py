@@ -256,6 +256,9 @@ def test_refusals() -> None:
             sums(PARAMS, batch, None)
     with pytest.raises(QuellError, match="mask has shape"):
         sums(PARAMS, (X, Y), np.ones(3, bool))
+    for mask in ([True] * 11, np.ones(11, np.float32)):
+        with pytest.raises(QuellError, match="an array of True and False"):
+            sums(PARAMS, (X, Y), mask)
 
 
 def test_batches_of_random_size_need_their_mask():
@@ -267,7 +270,7 @@ def test_batches_of_random_size_need_their_mask():
     rows = jnp.ones((len(indices), 3))
     with pytest.raises(QuellError, match="come padded"):
         sums(jnp.zeros(3), (rows,), None)
-    with pytest.raises(QuellError, match="True or False"):
+    with pytest.raises(QuellError, match="True and False"):
         sums(jnp.zeros(3), (rows,), mask.astype(np.float32))
     assert float(jnp.linalg.norm(sums(jnp.zeros(3), (rows,), mask))) <= mask.sum() + 1e-3
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from quell.adapters.choice import require_clip_norm
@@ -100,12 +101,10 @@ def clipped_grad(
         (count,) = shapes.pop()
         if mask is None:
             _require_full_batches(private, count)
+        elif not jnp.issubdtype(dtype := getattr(mask, "dtype", np.dtype(object)), jnp.bool_):
+            raise QuellError(f"mask has dtype {dtype}: a unit counts or not, so pass an array of True and False")
         elif jnp.shape(mask) != (count,):
             raise QuellError(f"mask has shape {jnp.shape(mask)}, but the batch has {count:,} rows: one entry for each")
-        elif not jnp.issubdtype(jnp.result_type(mask), jnp.bool_):
-            raise QuellError(
-                f"mask has entries of {jnp.result_type(mask)}: a unit counts or not, so pass True or False"
-            )
         total, norms = as_xla_shards(added_up, params, batch, mask)
         return (total, norms) if with_norms else total
 
@@ -203,7 +202,7 @@ def _weighted_sum(factors: Array, rows: Array) -> Pair:
     parts = []
     for each, size in ((slice(whole), GROUP), (slice(whole, None), len(factors) - whole)):
         if len(factors[each]):
-            weights, own = (all_of[each].reshape(-1, size, *all_of.shape[1:]) for all_of in (factors, rows))
+            weights, own = (array[each].reshape(-1, size, *array.shape[1:]) for array in (factors, rows))
             parts.append(jnp.einsum("gu,gu...->g...", weights, own, precision=lax.Precision.HIGHEST))
     # Else a product may be fused with the next addition, and not be rounded.
     high = lax.optimization_barrier(jnp.concatenate(parts))
