@@ -89,7 +89,21 @@ def test_no_example_changes_how_all_later_ones_are_rounded(power: int, micro_bat
         for first in (one, 0.0)
     )
     units = len(large) + 1 + len(small)
-    assert abs(with_one - without) <= 1 + (units + micro_batch**2) * 2.0**-23
+    assert abs(with_one - without) <= 1 + (units + clipping.GROUP**2) * 2.0**-23
+
+
+@pytest.mark.parametrize("units", [8192, 8200])
+def test_nor_within_a_large_micro_batch(units: int) -> None:
+    """Where 8,192 were added in one go, an example moved the sum by 1.5 clip norms (found by a review)."""
+    one = 1 - 2.0**-13
+    halves = np.full(int((2**11 - one) / 0.5), 0.5)
+    large = np.append(halves, 2**11 - one - halves.sum())
+    rows = np.concatenate([large, [one], np.full(units - len(large) - 1, 0.51 * 2.0**-12)])
+    sums = jax.jit(clipped_grad(lambda w, x: w @ x, 1.0, micro_batch=units))
+    batch = (np.tile(rows.astype(np.float32)[:, None] / 8, 64),)
+    mask = np.arange(units) != len(large)
+    whole, without = (np.asarray(sums(jnp.zeros(64), batch, each), np.float64) for each in (None, mask))
+    assert np.linalg.norm(whole - without) <= 1 + (units + clipping.GROUP**2) * 2.0**-23
 
 
 def test_norms_of_many_elements() -> None:
@@ -208,7 +222,7 @@ def test_parameters_of_another_run_and_slices_are_refused(plan: Plan) -> None:
     """A unit clipped by the norm of each slice, on two devices, moves the sum by √2 clip norms."""
     private = privatize(plan, PARAMS, 0.7)
     sums = clipped_grad(loss, private)
-    close(sums(PARAMS, (X, Y), None), by_hand(X, Y, 0.7))
+    close(sums(PARAMS, (X, Y), np.ones(11, bool)), by_hand(X, Y, 0.7))
     with pytest.raises(QuellError, match="not the parameters that privatize was called with"):
         sums({**PARAMS, "u": PARAMS["v"]}, (X, Y), None)
     with pytest.raises(QuellError, match=r"has shape \(5, 2\)"):
@@ -242,6 +256,9 @@ def test_refusals() -> None:
             sums(PARAMS, batch, None)
     with pytest.raises(QuellError, match="mask has shape"):
         sums(PARAMS, (X, Y), np.ones(3, bool))
+    for mask in ([True] * 11, np.ones(11, np.float32)):
+        with pytest.raises(QuellError, match="an array of True and False"):
+            sums(PARAMS, (X, Y), mask)
 
 
 def test_batches_of_random_size_need_their_mask():
@@ -253,6 +270,23 @@ def test_batches_of_random_size_need_their_mask():
     rows = jnp.ones((len(indices), 3))
     with pytest.raises(QuellError, match="come padded"):
         sums(jnp.zeros(3), (rows,), None)
-    with pytest.raises(QuellError, match="True or False"):
+    with pytest.raises(QuellError, match="True and False"):
         sums(jnp.zeros(3), (rows,), mask.astype(np.float32))
     assert float(jnp.linalg.norm(sums(jnp.zeros(3), (rows,), mask))) <= mask.sum() + 1e-3
+
+
+def test_padding_for_devices_needs_its_mask(plan: Plan) -> None:
+    """Twelve units padded to 16 for 8 devices: without the mask, example 0 counts up to five times."""
+    private = privatize(plan, jnp.zeros(3), max_grad_norm=1.0)
+    sums = clipped_grad(lambda w, x: w @ x, private)
+    indices, _ = batches(private, 60)[0]
+    sums(jnp.zeros(3), (jnp.ones((len(indices), 3)),), None)
+    indices, mask = batches(private, 60, devices=8)[0]
+    rows = jnp.ones((len(indices), 3))
+    with pytest.raises(QuellError, match="among these 16: pass the mask"):
+        sums(jnp.zeros(3), (rows,), None)
+    assert float(jnp.linalg.norm(sums(jnp.zeros(3), (rows,), mask))) <= 12 + 1e-3
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    apart = jax.shard_map(lambda x: sums(jnp.zeros(3), (x,), None), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    with pytest.raises(QuellError, match="pass the mask"):
+        jax.eval_shape(apart, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +89,41 @@ def test_resuming_is_bitwise_and_falling_behind_is_refused(tmp_path: Path) -> No
     (tmp_path / "run.key.ledger").unlink()
     with pytest.raises(QuellError, match="not its ledger"):
         start()
+
+
+def test_a_training_that_is_resumed_ends_bitwise_the_same(plan: Plan, tmp_path: Path) -> None:
+    """With momentum, the plan's batches and donated states, from a checkpoint that is two steps old."""
+    random = np.random.default_rng(2)
+    x, y = random.standard_normal((60, 5)).astype(np.float32), random.standard_normal(60).astype(np.float32)
+    params = {"w": np.zeros(5, np.float32)}
+
+    def start() -> Any:
+        private = privatize(plan, params, 1.0, key=tmp_path / "run.key", generator="philox")
+        optimizer = optax.chain(private, optax.sgd(0.1, momentum=0.9))
+        sums = clipped_grad(lambda params, x, y: (x @ params["w"] - y) ** 2, private, micro_batch=5)
+
+        def step(params: Any, state: Any, batch: Any, mask: Any) -> Any:
+            updates, state = optimizer.update(sums(params, batch, mask), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return private, optimizer, jax.jit(step, donate_argnums=(0, 1))
+
+    def trained(now: Any, steps: int) -> Any:
+        for indices, mask in list(batches(private, 60).starting(now[1]))[:steps]:
+            now = step(*now, (x[indices], y[indices]), mask)
+        return now
+
+    private, optimizer, step = start()
+    now = trained((jax.tree_util.tree_map(jnp.asarray, params), optimizer.init(params)), 3)
+    saved = through_a_file(tmp_path / "checkpoint", now)
+    whole = trained(trained(now, 2), plan.steps)
+    private.close()
+    private, optimizer, step = start()
+    again = trained(saved, plan.steps)
+    check(again)
+    assert private.report(again).steps_done == plan.steps
+    jax.tree_util.tree_map(np.testing.assert_array_equal, again, whole)
+    private.close()
 
 
 def test_a_step_comes_once_without_a_ledger() -> None:
@@ -205,6 +241,39 @@ def test_states_of_others_and_several_states() -> None:
         check(jax.tree_util.tree_map(lambda leaf: jnp.stack([leaf, leaf]), state))
 
 
+@pytest.mark.parametrize("case", ["independent", "blt", "tree"])
+def test_states_that_are_not_as_init_makes_them(case: str) -> None:
+    """Fewer buffers were read as noise, without a word (found by a review)."""
+    private = privatize(cases.spec(case), PARAMS, key=seeded(1), **FAST)
+    state = private.init(PARAMS)
+    changed = [
+        jax.tree_util.tree_map(lambda leaf: leaf.astype(jnp.float32), state),
+        jax.tree_util.tree_map(lambda leaf: jnp.stack([leaf, leaf]), state),
+    ]
+    if state.buffers:
+        (kept,) = state.buffers
+        changed += [state._replace(buffers=other) for other in ((), (kept[:-1],), (kept.astype(jnp.bfloat16),))]
+    for wrong in changed:
+        with pytest.raises(QuellError, match="other shapes or dtypes than init"):
+            private.update(PARAMS, wrong)
+    with jax.enable_x64(True), pytest.raises(QuellError, match="other shapes or dtypes than init"):
+        private.update(PARAMS, state._replace(step=np.int64(0)))
+    check(private.update(PARAMS, jax.tree_util.tree_map(np.asarray, state))[1])
+
+
+def test_a_run_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parent and child released the same noise with sums of their own (found by a review)."""
+    private = privatize(cases.spec("independent"), PARAMS, key=Key.generate(), **FAST)
+    state = private.init(PARAMS)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)  # a real child could wait for threads of JAX that it does not have
+        noisy, after = private.update(PARAMS, state)
+        assert np.isnan(noisy["w"]).all()
+        with pytest.raises(QuellError, match="does not survive a fork"):
+            check(after)
+    check(private.update(PARAMS, state)[1])
+
+
 def test_what_holds_a_key_says_how_it_is_let_go(tmp_path: Path) -> None:
     private = privatize(cases.spec("independent"), PARAMS, key=tmp_path / "run.key", **FAST)
     with pytest.raises(QuellError, match=r"close\(\) is called on the optimizer, or on what privatize returned"):
@@ -314,7 +383,7 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
         batches(plan, 60)
     with pytest.raises(QuellError, match="what privatize returned, or a norm, not a Plan"):
         clipped_grad(lambda w, x: w @ x, plan)
-    one = clipped_grad(lambda w, x: jnp.sum(w["w"] * x), private)(PARAMS, (np.full((1, 7, 30), 1e3),), None)
+    one = clipped_grad(lambda w, x: jnp.sum(w["w"] * x), private)(PARAMS, (np.full((1, 7, 30), 1e3),), np.array([True]))
     assert np.linalg.norm(one["w"]) == pytest.approx(1.0, rel=1e-3)  # the clip norm of the run
 
 
@@ -345,3 +414,8 @@ def test_a_loader_may_look_batches_up_in_any_order_and_process() -> None:
     for step in np.random.default_rng(1).permutation(len(source)):
         for mine, other in zip(in_order[step], copy[int(step)], strict=True):
             np.testing.assert_array_equal(mine, other)
+    grain = pytest.importorskip("grain")
+    loaded = grain.MapDataset.source(source).map(lambda batch: (IDS[batch[0]], batch[1])).to_iter_dataset()
+    for (ids, counts), (indices, mask) in zip(loaded, in_order, strict=True):
+        np.testing.assert_array_equal(ids, IDS[indices])
+        np.testing.assert_array_equal(counts, mask)

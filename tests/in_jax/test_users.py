@@ -189,4 +189,4 @@ def test_users_and_examples_are_not_mixed_up() -> None:
     with pytest.raises(QuellError, match="rows_per_unit=2, but privatize has rows_per_user=3"):
         clipped_grad(loss, private, rows_per_unit=2)
     with pytest.raises(QuellError, match=r"rows_per_unit=3: pass arrays of shape \(units, 3"):
-        clipped_grad(loss, private)(PARAMS, (X, Y), None)
+        clipped_grad(loss, private)(PARAMS, (X, Y), np.ones(40, bool))

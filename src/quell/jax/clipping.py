@@ -6,11 +6,11 @@ the model's dtype, norms are raised by more than their additions can lose, and a
 apart until they are clipped.
 
 **What rounding adds.** Each clipped gradient has a norm C of at most `max_grad_norm`, but a unit also decides how the
-sum is rounded. The m units of a micro-batch are added in float32, and micro-batches by a total of two float32 numbers,
-which is rounded to one at the end. A unit changes the rounding of its own micro-batch, by m²·2⁻²³·C at most, that of
-the total in its 47th bit (which raised norms make up for), and that of the result. So among B units it moves the sum by
-at most (1 + (B + m²)·2⁻²³)·C in norm, and by so much only if all gradients point the same way: 1.0006·C for B = 4,096
-and m = 32. A `psum` over D devices rounds D times instead of once, so D·B stands in place of B.
+sum is rounded. At most 32 units are added in float32, and the sums of such groups as pairs of float32 numbers, which
+are rounded to one at the end. A unit changes the rounding of its own group, by 32²·2⁻²³·C at most, that of the pairs in
+their 47th bit (which raised norms make up for), and that of the result. So among B units it moves the sum by at most
+(1 + (B + 32²)·2⁻²³)·C in norm, and by so much only if all gradients point the same way: 1.0006·C for B = 4,096. A
+`psum` over D devices rounds D times instead of once, so D·B stands in place of B.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
-from quell.jax.alone import as_units_vary, refuse_collectives
+from quell.jax.alone import as_units_vary, manual_axes, refuse_collectives
 from quell.jax.convolutions import with_products
 from quell.jax.devices import as_xla_shards
 from quell.jax.given import number, require_floats
@@ -35,10 +36,11 @@ from quell.jax.private import Private
 
 BLOCK = 32  # squares are added in blocks of so many, those in blocks again, so that each takes part in few additions
 RAISED = 1 + 2.0**-14  # at most 7 levels of 32 additions for 2³² squares, 2⁻²⁴ each: 2⁻¹⁶ of the sum is not reached
+GROUP = 32  # units that are added in float32; with more, one unit would change how all others are rounded
 LEAST, MOST = 2.0**-126, 2.0**127  # of a clip norm: the power of two above it is a normal float32
 
 f32 = jnp.float32
-Pairs = list[tuple[Array, Array]]
+Pair = tuple[Array, Array]  # a number as two: rounded to float32, and what that lacks
 
 
 def clipped_grad(
@@ -65,8 +67,9 @@ def clipped_grad(
 
     Returns:
         `sums(params, batch, mask)`: `batch` is a tuple of pytrees whose first axis is that of units, `mask` says
-        which units count; None if all do, which is refused where the plan's batches are padded. The result has the
-        tree of `params`, in float32, for `update`.
+        which units count. None if all do, which is refused where rows may be padding: with the plan's batches it is for
+        those of equal size, whole and outside `shard_map`. The result has the tree of `params`, in float32, for
+        `update`.
         Micro-batches in which no unit counts are skipped. With norms it is `(sums, norms)`: the norms before clipping
         are infinite where they are not finite, and NaN where a unit does not count.
 
@@ -97,13 +100,11 @@ def clipped_grad(
             raise QuellError("batch must be a tuple of arrays, or trees of them, that all have one row per unit")
         (count,) = shapes.pop()
         if mask is None:
-            _require_full_batches(private)
+            _require_full_batches(private, count)
+        elif not jnp.issubdtype(dtype := getattr(mask, "dtype", np.dtype(object)), jnp.bool_):
+            raise QuellError(f"mask has dtype {dtype}: a unit counts or not, so pass an array of True and False")
         elif jnp.shape(mask) != (count,):
             raise QuellError(f"mask has shape {jnp.shape(mask)}, but the batch has {count:,} rows: one entry for each")
-        elif not jnp.issubdtype(jnp.result_type(mask), jnp.bool_):
-            raise QuellError(
-                f"mask has entries of {jnp.result_type(mask)}: a unit counts or not, so pass True or False"
-            )
         total, norms = as_xla_shards(added_up, params, batch, mask)
         return (total, norms) if with_norms else total
 
@@ -117,15 +118,17 @@ def clipped_grad(
         )
         clipped = partial(_clipped_sum, of_unit, bound, params)
         if 0 < count <= size:
-            return clipped(batch, counts)
+            total, norms = clipped(batch, counts)
+            return tree.unflatten(high for high, _ in total), norms
         cut = jax.tree_util.tree_map(lambda leaf: _cut(leaf, size), (batch, counts))
 
-        def add(total: Pairs, units: Any) -> tuple[Pairs, Array]:
+        def add(total: list[Pair], units: Any) -> tuple[list[Pair], Array]:
             part, norms = clipped(*units)
-            return list(map(_plus, total, jax.tree_util.tree_leaves(part))), norms
+            return list(map(_plus, total, part)), norms
 
-        def add_any(total: Pairs, units: Any) -> tuple[Pairs, Array]:
-            found: tuple[Pairs, Array] = lax.cond(jnp.any(units[1]), lambda: add(total, units), lambda: (total, nobody))
+        def add_any(total: list[Pair], units: Any) -> tuple[list[Pair], Array]:
+            adding = partial(add, total, units)
+            found: tuple[list[Pair], Array] = lax.cond(jnp.any(units[1]), adding, lambda: (total, nobody))
             return found
 
         total, norms = lax.scan(add if mask is None else add_any, zeros, cut)  # without a mask all have units
@@ -134,13 +137,14 @@ def clipped_grad(
     return sums
 
 
-def _require_full_batches(private: Private | None) -> None:
-    """Refuse a missing mask where batches come padded: rows that count for nobody would be clipped and added."""
+def _require_full_batches(private: Private | None, count: int) -> None:
+    """Refuse a missing mask where rows may be padding: they count for nobody, and would be clipped and added."""
     drawn = None if private is None else private.drawn
-    if drawn is not None and not (drawn.scheme.equal_sizes and float(drawn.expected_size).is_integer()):
+    if drawn is not None and (manual_axes() or not drawn.scheme.equal_sizes or count != drawn.expected_size):
         raise QuellError(
-            "batches of this plan come padded to one size, so mask=None would count rows of padding: pass the mask "
-            "that quell.jax.batches gives with the indices"
+            f"batches of this plan have {float(drawn.expected_size):,.6g} units on average and may come padded to one "
+            f"size, so mask=None would count rows of padding among these {count:,}: pass the mask that "
+            "quell.jax.batches gives with the indices"
         )
 
 
@@ -170,40 +174,52 @@ def _mean_loss(loss: Callable[..., Any], rows: int) -> Callable[..., Any]:
     return mean
 
 
-def _clipped_sum(loss: Callable[..., Any], bound: float, params: Any, units: Any, counts: Array) -> tuple[Any, Array]:
-    """The sum of the clipped gradients of these units, and their norms."""
+def _clipped_sum(
+    loss: Callable[..., Any], bound: float, params: Any, units: Any, counts: Array
+) -> tuple[list[Pair], Array]:
+    """The sum of the clipped gradients of these units, leaf by leaf, and their norms."""
     each = jax.vmap(jax.grad(loss), in_axes=(None, *[0] * len(units)))
-    gradients = jax.tree_util.tree_map(  # once, so that what is added up is what was measured
-        lambda leaf: leaf.astype(f32), with_products(each, len(counts), refuse_collectives)(params, *units)
-    )
+    made = with_products(each, len(counts), refuse_collectives)(params, *units)
+    gradients = [leaf.astype(f32) for leaf in jax.tree_util.tree_leaves(made)]  # what is added up is what was measured
     unit = f32(2.0 ** math.frexp(bound)[1])  # norms are measured in this, so that squares neither overflow nor vanish
-    squares = sum(
-        _sum_of_squares(leaf.reshape(len(counts), math.prod(leaf.shape[1:])) / unit)
-        for leaf in jax.tree_util.tree_leaves(gradients)
-    )
+    squares = sum(_sum_of_squares(leaf.reshape(len(counts), math.prod(leaf.shape[1:])) / unit) for leaf in gradients)
     norms = jnp.sqrt(squares) * f32(RAISED)
     sound = counts & jnp.isfinite(norms)
     limit = f32(bound) / unit
     factors = jnp.where(sound, limit / jnp.maximum(norms, limit), 0)
 
-    def added(gradient: Array) -> Array:
+    def added(gradient: Array) -> Pair:
         kept = jnp.where(sound.reshape(-1, *[1] * (gradient.ndim - 1)), gradient, 0)
-        return jnp.tensordot(factors, kept, axes=1, precision=lax.Precision.HIGHEST)
+        return _weighted_sum(factors, kept)
 
     seen = jnp.where(sound, norms * unit, jnp.where(counts, f32(jnp.inf), f32(jnp.nan)))
-    return jax.tree_util.tree_map(added, gradients), seen
+    return [added(gradient) for gradient in gradients], seen
 
 
-def _plus(total: tuple[Array, Array], part: Array) -> tuple[Array, Array]:
-    """A total, as a float32 number and what it lacks, with a part added: by Knuth's TwoSum, which finds what is lost.
+def _weighted_sum(factors: Array, rows: Array) -> Pair:
+    """Σ_i factors_i·rows_i, in float32 by groups, and the groups as pairs, two by two."""
+    whole = len(factors) // GROUP * GROUP
+    parts = []
+    for each, size in ((slice(whole), GROUP), (slice(whole, None), len(factors) - whole)):
+        if len(factors[each]):
+            weights, own = (array[each].reshape(-1, size, *array.shape[1:]) for array in (factors, rows))
+            parts.append(jnp.einsum("gu,gu...->g...", weights, own, precision=lax.Precision.HIGHEST))
+    # Else a product may be fused with the next addition, and not be rounded.
+    high = lax.optimization_barrier(jnp.concatenate(parts))
+    low = jnp.zeros_like(high)
+    while len(high) > 1:
+        if len(high) % 2:
+            high, low = (jnp.concatenate([each, jnp.zeros_like(each[:1])]) for each in (high, low))
+        high, low = _plus((high[0::2], low[0::2]), (high[1::2], low[1::2]))
+    return high[0], low[0]
 
-    So additions are rounded to 47 bits, not 24, and `high` is the total rounded once.
-    """
-    high, low = total
-    part = lax.optimization_barrier(part)  # else a product in it may be fused with the addition, and not be rounded
+
+def _plus(one: Pair, other: Pair) -> Pair:
+    """The sum of two pairs, by Knuth's TwoSum, which finds what an addition loses: rounded to 47 bits, not 24."""
+    (high, low), (part, less) = one, other
     rough = high + part
     seen = rough - high
-    rest = low + ((high - (rough - seen)) + (part - seen))
+    rest = (low + less) + ((high - (rough - seen)) + (part - seen))
     new = rough + rest
     return new, rest - (new - rough)
 

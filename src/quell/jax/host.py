@@ -8,6 +8,7 @@ whose noise may not be used gets no key: its updates are NaN, as are all that fo
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -102,6 +103,7 @@ class Host:
             raise
         self._witness = None if kept is None else Fingerprint(key, shards, None)
         self._words = np.stack([key_words(generator, key, number) for number in range(len(leaves))])
+        self._process = os.getpid()
         self._due = -1  # the step after those that were released here; negative before the first
         self._closed = False
         self._compiled = jax.jit(partial(self._update, ()))  # callbacks and shard_map want a traced program
@@ -143,6 +145,7 @@ class Host:
         sums = self._leaves(updates, shapes)
         if manual:
             sums = without_empty(sums)
+        self._require_unchanged(state, shapes)
         for total in sums:
             if total.dtype.itemsize < 4:
                 raise QuellError(
@@ -207,6 +210,17 @@ class Host:
                 raise QuellError(f"a leaf has shape {tuple(leaf.shape)}, where privatize was given {tuple(shape)}")
         return leaves
 
+    def _require_unchanged(self, state: NoiseState, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Refuse a state whose arrays are not as `init` makes them; those of other buffers would be read as noise."""
+        count = self._recipe.buffers
+        made = [((), i32), ((), i32), ((4,), u32), *(((count, *shape), f32) for shape in shapes if count)]
+        given = [*state[:3], *(state.buffers if count else ())]
+        if [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in given] != made:
+            raise QuellError(
+                "the state's arrays have other shapes or dtypes than init(params) gives them: restore checkpoints "
+                "into the tree that init returns, and do not cast or stack it"
+            )
+
     def _ask(self, manual: tuple[str, ...], state: NoiseState, sums: Sequence[Array]) -> tuple[Array, ...]:
         """The host's answer, from one device: refusal, keys, zero and the expected batch size.
 
@@ -220,7 +234,7 @@ class Host:
         # Nothing of the sums goes along, but as theirs, so that sums that are mapped over ask once each.
         empty = (lax.slice(each, [0] * each.ndim, [0] * each.ndim) for each in sums)
         mark = sum((nothing.sum().astype(f32) for nothing in empty), f32(0))
-        numbers = (state.step, state.refused, self._differ(manual, sums), mark)
+        numbers = (state.step, state.refused, self._differ(manual, sums, state.step), mark)
         question = jnp.concatenate([*(lax.bitcast_convert_type(each, u32)[None] for each in numbers), state.run])
         expected = jax.ShapeDtypeStruct((3 + self._words.size,), u32)
 
@@ -236,16 +250,20 @@ class Host:
         keys = told[3:].reshape(self._words.shape)
         return lax.bitcast_convert_type(told[0], i32), keys, told[1], lax.bitcast_convert_type(told[2], f32)
 
-    def _differ(self, manual: tuple[str, ...], sums: Sequence[Array]) -> Array:
-        """() 1 if devices that hold the same elements have other sums for them, else 0.
+    def _differ(self, manual: tuple[str, ...], sums: Sequence[Array], step: Array) -> Array:
+        """() 1 if devices that hold the same elements have other sums for them, or stand at other steps, else 0.
 
         They may wherever a program says that an array is replicated and JAX does not check it: inside a `shard_map`,
-        after one with `check_vma=False`, and where an array was put together from parts.
+        after one with `check_vma=False`, and where an array was put together from parts, as from the checkpoints of
+        several processes. A device that is behind would make the noise of a step that was released.
         """
         mesh = self._mesh or mesh_of(sums)
-        if manual or mesh is None:
-            return _differ(sums, self._slices, manual)
-        slices = self._slices if self._mesh else [Slice.of(jax.typeof(total)) for total in sums]
+        if mesh is None and not manual:
+            return i32(0)
+        slices = self._slices if manual or self._mesh else [Slice.of(jax.typeof(total)) for total in sums]
+        sums, slices = [*sums, lax.bitcast_convert_type(step, f32)], [*slices, Slice((), ())]
+        if manual:
+            return _differ(sums, slices, manual)
         kept = [(total, where) for total, where in zip(sums, slices, strict=True) if total.size]  # see `on_parts`
         compared = partial(_differ, slices=[where for _, where in kept], manual=tuple(mesh.axis_names))
         specs = [P() if where.spec is None else where.spec for _, where in kept]
@@ -276,6 +294,8 @@ class Host:
             self.watch.close()
 
     def _allow(self, step: int, run: Any, differ: bool, sums: list[Any]) -> None:
+        if os.getpid() != self._process:
+            raise QuellError("a run does not survive a fork: parent and child would release the same steps")
         if self._closed:
             raise QuellError("close() was called, and no more steps are released: call privatize again to go on")
         if not counts_steps():
@@ -283,7 +303,8 @@ class Host:
         if differ:
             raise QuellError(
                 "devices that hold the same parameters have different sums, and the same noise would hide neither: add "
-                "the sums up over data-parallel axes (lax.psum) before update"
+                "the sums up over data-parallel axes (lax.psum) before update. Or they have states of different steps: "
+                "restore the same checkpoint in every process"
             )
         if not np.array_equal(run, self.name):
             raise QuellError(
@@ -317,12 +338,15 @@ def _unsharded(total: Array, where: Slice) -> Array:
 
 def _differ(sums: Sequence[Array], slices: Sequence[Slice], manual: tuple[str, ...]) -> Array:
     """() 1 if devices have other sums for the same elements, by digests of them, over these axes; else 0."""
-    differ = i32(0)
+    digests: dict[tuple[str, ...], list[Array]] = {}  # by the axes that they are compared over
     for total, where in zip(sums, slices, strict=True):
         held = {axis for axes in where.axes for axis in axes}
         if others := tuple(axis for axis in manual if axis not in held):
-            digest = _mixed(total)
-            differ = jnp.maximum(differ, (lax.pmax(digest, others) != lax.pmin(digest, others)).astype(i32))
+            digests.setdefault(others, []).append(_mixed(total))
+    differ = i32(0)
+    for others, found in digests.items():
+        each = jnp.stack(found)
+        differ = jnp.maximum(differ, jnp.any(lax.pmax(each, others) != lax.pmin(each, others)).astype(i32))
     return lax.pmax(differ, manual) if manual else differ
 
 
