@@ -160,6 +160,13 @@ def test_batch_norm_is_replaced_by_one_line(plan):
     assert isinstance(replace_batch_norm(nn.BatchNorm1d(7), groups=4), nn.GroupNorm)
 
 
+def test_what_replaces_a_batch_norm_of_features_lets_the_example_through():
+    """One channel per group, each with one number, would be 0 whatever the example is; two would be 1 and -1."""
+    model = replace_batch_norm(nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32)))
+    assert model[1].num_groups == 1
+    assert torch.linalg.matrix_rank(model(torch.randn(100, 20))) >= 20
+
+
 @pytest.mark.parametrize("options", [{}, {"clipping": "microbatch"}, {"autocast": True}])
 def test_standardised_convolutions_train_on_their_own_weights(options, plan):
     """The first batch's gradients are compared with autograd's by the engine; afterwards all is as with any weights."""
