@@ -269,7 +269,7 @@ def test_parameters_that_change_during_the_run(clipping, plan):
     model, optimizer, loader = private(plan, clipping, model)
     model[0].requires_grad_(True)
     with pytest.raises(
-        QuellError, match=r"0\.weight and 1 more can be trained, but is not in the private optimizer, or was frozen"
+        QuellError, match=r"0\.weight and 1 more can be trained, but are not in the private optimizer, or were frozen"
     ):
         one_step(model, optimizer, next(iter(loader)))
     with pytest.raises(QuellError, match="cannot join during a run"):

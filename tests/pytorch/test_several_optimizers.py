@@ -59,7 +59,7 @@ def test_the_same_run_as_with_parameter_groups_and_it_goes_on_from_a_checkpoint(
 def test_what_would_train_without_noise_is_refused(plan):
     model = network()
     body, head = two(model)
-    with pytest.raises(QuellError, match=r"3\.weight and 1 more can be trained, but is not in the private optimizer"):
+    with pytest.raises(QuellError, match=r"3\.weight and 1 more can be trained, but are not in the private optimizer"):
         make_private(model, [body], examples(), plan)
     with pytest.raises(QuellError, match="two of the optimizers hold the same parameter"):
         make_private(model, [body, body, head], examples(), plan)

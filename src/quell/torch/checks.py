@@ -90,10 +90,12 @@ def refuse_unprotected(model: nn.Module, protected: Iterable[nn.Parameter]) -> N
     outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if outside:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+        are, were, its, it = ("are", "were", "their", "them") if more else ("is", "was", "its", "it")
         raise QuellError(
-            f"{outside[0]}{more} can be trained, but is not in the private optimizer, or was frozen when it was made: "
-            "nothing would clip its gradients or add noise; freeze it (requires_grad_(False)), or put it into the "
-            "optimizer that make_private is given (with parameter groups, or as a list of optimizers)"
+            f"{outside[0]}{more} can be trained, but {are} not in the private optimizer, or {were} frozen when it was "
+            f"made: nothing would clip {its} gradients or add noise; freeze {it} "
+            f"(requires_grad_(False)), or put {it} into the optimizer that make_private is given "
+            "(with parameter groups, or as a list of optimizers)"
         )
 
 

@@ -319,7 +319,8 @@ class PrivateOptimizer(Optimizer):
             )
         if self._used:
             raise QuellError(
-                "optimizer.zero_grad() was not called since the last step: its gradients would count twice"
+                "optimizer.zero_grad() was not called since the last step, whose gradients would count twice: call it "
+                "once per step, before or after it (model.zero_grad() does not do the same)"
             )
         now = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if len(now) != len(self._trained) or any(a is not b for a, b in zip(now, self._trained, strict=True)):
