@@ -16,6 +16,7 @@ from quell.errors import QuellError
 from quell.planning import Prices, file, planner
 from quell.run import Run
 from quell.show import words
+from quell.strategy import describe
 
 SETUP = {"examples": 2000, "batch_size": 100, "epochs": 4, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
 
@@ -655,3 +656,11 @@ def test_a_false_predicted_loss_is_found(tmp_path):
     content["mechanisms"][0]["error"]["loss"] *= 1.001
     path.write_text(json.dumps(content))
     assert [check.claim.split(": ")[-1] for check in quell.verify(path) if not check.holds] == ["loss"]
+
+
+def test_a_plan_is_one_line_where_it_is_not_printed():
+    plan = quell.plan(
+        examples=200, batch_size=20, epochs=1, epsilon=8, delta=1e-4, sampling="cyclic", memory=0, draws=1
+    )
+    assert repr(plan).startswith(f"<Plan: (8, 0.0001)-DP per example with <{describe(plan.mechanism.strategy)}")
+    assert "\n" not in repr(plan)

@@ -140,6 +140,11 @@ class Plan:
     def _repr_html_(self) -> str:
         return framed(self.page(), str(self))
 
+    def __repr__(self) -> str:
+        promise = self.run.promise
+        level = words.level(promise.epsilon, promise.delta)
+        return f"<Plan: {level} per {words.whom(self.run.drawn, promise.unit)} with {self.mechanism}>"
+
     def __str__(self) -> str:
         return tables.plan_text(self, self.answers)
 
