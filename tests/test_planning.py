@@ -664,3 +664,13 @@ def test_a_plan_is_one_line_where_it_is_not_printed():
     )
     assert repr(plan).startswith(f"<Plan: (8, 0.0001)-DP per example with <{describe(plan.mechanism.strategy)}")
     assert "\n" not in repr(plan)
+
+
+@pytest.mark.parametrize("epsilon", [400, 720, 1e4])
+def test_an_epsilon_beyond_what_random_batches_are_priced_for(epsilon):
+    """It ended in an OverflowError, or in a sentence about the sampling."""
+    options = {"examples": 200, "batch_size": 20, "epochs": 1, "epsilon": epsilon, "memory": 0, "draws": 1}
+    assert quell.plan(**options).mechanism.sampling == "cyclic"
+    for sampling in ("poisson", "balls_in_bins"):
+        with pytest.raises(QuellError, match=f"epsilon={epsilon:g}, .* is beyond what random batches are priced for"):
+            quell.plan(**options, sampling=sampling)
