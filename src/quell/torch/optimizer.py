@@ -50,7 +50,7 @@ class PrivateOptimizer(Optimizer):
         self._sharded = engine.sharded
         self.acted = False  # whether the last `step` took one, and did not only gather a part of its batch
         self._used = False  # whether p.grad still holds the gradients of the last step
-        self._first_rate = _rate(optimizer.param_groups[0])
+        self._first_rate: tuple[int, float] | None = None  # a step, and the learning rate that it was taken with
         self._schedule_checked = True
         self._noised: set[Optimizer] = set()  # the wrapped ones that have not used a step's noisy gradient yet
         self._to_replay: Start | None = None
@@ -330,8 +330,13 @@ class PrivateOptimizer(Optimizer):
         self.run.charge_once()
 
     def _warn_about_schedule(self) -> None:
-        if self._schedule_checked and self.run.step:
-            mismatch = schedule_mismatch(self.run.plan, self.run.step, self._first_rate, _rate(self.param_groups[0]))
+        if not self._schedule_checked:
+            return
+        rate = _rate(self.param_groups[0])
+        if self._first_rate is None and rate > 0:  # not before: schedulers set it when they are made
+            self._first_rate = self.run.step, rate
+        if self._first_rate is not None:
+            mismatch = schedule_mismatch(self.run.plan, self.run.step, *self._first_rate, rate)
             if mismatch is not None:
                 warnings.warn(mismatch, PlanMismatchWarning, stacklevel=4)
                 self._schedule_checked = False
