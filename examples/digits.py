@@ -18,4 +18,4 @@ def write(path: str) -> None:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1])
+    write(sys.argv[1] if len(sys.argv) > 1 else "digits.npz")

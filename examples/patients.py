@@ -25,4 +25,4 @@ def write(path: str, rows: int = 3000) -> None:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1])
+    write(sys.argv[1] if len(sys.argv) > 1 else "patients.csv")

@@ -16,6 +16,7 @@ from quell.errors import QuellError
 from quell.planning import Prices, file, planner
 from quell.run import Run
 from quell.show import words
+from quell.strategy import describe
 
 SETUP = {"examples": 2000, "batch_size": 100, "epochs": 4, "epsilon": 4.0, "delta": 1e-5, "sampling": "cyclic"}
 
@@ -118,7 +119,8 @@ def test_a_promise_that_the_noise_does_not_keep_is_found(saved):
         content["run"]["promise"]["epsilon"] = 1.0
 
     assert any("its noise suffices" in str(check.stated) for check in tampered(saved, change))
-    with pytest.raises(QuellError, match="is not a true plan"):
+    says = "not a true plan: it states of mechanism .* 'can be built, .* recomputing says 'noise .* claims are false"
+    with pytest.raises(QuellError, match=says):
         quell.Plan.load(saved)
 
 
@@ -655,3 +657,21 @@ def test_a_false_predicted_loss_is_found(tmp_path):
     content["mechanisms"][0]["error"]["loss"] *= 1.001
     path.write_text(json.dumps(content))
     assert [check.claim.split(": ")[-1] for check in quell.verify(path) if not check.holds] == ["loss"]
+
+
+def test_a_plan_is_one_line_where_it_is_not_printed():
+    plan = quell.plan(
+        examples=200, batch_size=20, epochs=1, epsilon=8, delta=1e-4, sampling="cyclic", memory=0, draws=1
+    )
+    assert repr(plan).startswith(f"<Plan: (8, 0.0001)-DP per example with <{describe(plan.mechanism.strategy)}")
+    assert "\n" not in repr(plan)
+
+
+@pytest.mark.parametrize("epsilon", [400, 720, 1e4])
+def test_an_epsilon_beyond_what_random_batches_are_priced_for(epsilon):
+    """It ended in an OverflowError, or in a sentence about the sampling."""
+    options = {"examples": 200, "batch_size": 20, "epochs": 1, "epsilon": epsilon, "memory": 0, "draws": 1}
+    assert quell.plan(**options).mechanism.sampling == "cyclic"
+    for sampling in ("poisson", "balls_in_bins"):
+        with pytest.raises(QuellError, match=f"epsilon={epsilon:g}, .* is beyond what random batches are priced for"):
+            quell.plan(**options, sampling=sampling)

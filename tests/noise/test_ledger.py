@@ -166,6 +166,7 @@ def test_another_process_is_kept_out(tmp_path: Path) -> None:
         second = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert second.returncode != 0
         assert "in use by another process" in second.stderr
+        assert "end that process, or call close()" in second.stderr
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

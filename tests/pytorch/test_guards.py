@@ -329,12 +329,21 @@ def test_arguments_that_are_something_else(plan):
 def test_a_sampler_that_is_not_used_is_a_warning(plan):
     sampler = WeightedRandomSampler(torch.ones(40), 40)
     for given, name in (
-        (DataLoader(examples(), batch_size=4, sampler=sampler), "WeightedRandomSampler"),
+        (DataLoader(examples(), sampler=sampler), "WeightedRandomSampler"),
         (DataLoader(examples(), batch_sampler=[[0, 1]] * 20), "list"),
     ):
         with pytest.warns(PlanMismatchWarning, match=f"the loader's {name} is not used"):
             private(plan, data=given)
     private(plan, data=DataLoader(examples(), shuffle=True, drop_last=True))  # as usual: no warning
+
+
+def test_a_batch_size_that_is_not_the_plans_is_a_warning(plan):
+    said = "the loader's batch_size=16 is not used: the plan's batches have 8 examples; .* pass physical_batch_size=16"
+    with pytest.warns(PlanMismatchWarning, match=said):
+        private(plan, data=DataLoader(examples(), batch_size=16))
+    for same in (8, 1):
+        private(plan, data=DataLoader(examples(), batch_size=same))
+    private(plan, data=DataLoader(examples(), batch_size=4), physical_batch_size=4)
 
 
 def test_messages_that_name_the_way_out(plan):

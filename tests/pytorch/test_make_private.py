@@ -434,7 +434,7 @@ def test_an_existing_loader_keeps_its_collate_function_and_workers(plan):
         return {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}
 
     model = network()
-    given = DataLoader(examples(), batch_size=3, shuffle=True, collate_fn=collate, num_workers=1)
+    given = DataLoader(examples(), batch_size=8, shuffle=True, collate_fn=collate, num_workers=1)
     model, optimizer, loader = make_private(model, sgd(model), given, plan)
     assert loader.num_workers == 1
     for batch in loader:
@@ -447,6 +447,7 @@ def test_an_existing_loader_keeps_its_collate_function_and_workers(plan):
 def test_the_loader_gives_the_plans_batches(plan):
     model = network()
     model, optimizer, loader = make_private(model, sgd(model), examples(), plan)
+    assert repr(loader) == "<planned loader: 5 batches per epoch, step 0 of 10>"
     data, promised = examples().tensors[0], list(optimizer.run.batches)
     given = []
     for _ in range(plan.epochs):

@@ -504,8 +504,15 @@ def test_a_new_run_has_a_new_key(plan, tmp_path, tokenizer):
     crashed(folder, plan, tokenizer, 1)  # nothing was released with the second key
     assert not (tmp_path / "run.key.2").exists()
     assert not list(folder.glob("*.key"))  # what is published lies in the folder
-    with pytest.raises(QuellError, match="has no whole checkpoint"):
+    with pytest.raises(QuellError, match="has no whole checkpoint of PrivateTrainer: call train"):
         resumed(tmp_path / "elsewhere", plan, tokenizer)
+
+
+def test_labels_that_the_collator_drops_are_asked_for(plan, tmp_path):
+    rows = [{"input_ids": torch.arange(5, 9), "labels": "yes"} for _ in range(40)]
+    trainer = PrivateTrainer(tiny("BERT"), arguments(tmp_path), train_dataset=rows, plan=plan)
+    with pytest.raises(QuellError, match="no labels: call the data set's column of them 'labels', with numbers in it"):
+        trainer.train()
 
 
 @pytest.mark.filterwarnings("ignore:an earlier run has released")

@@ -372,7 +372,7 @@ def test_a_teacher_that_is_trained_is_refused_also_where_it_is_changed_in_place(
 def test_parameters_of_a_second_optimizer():
     model = network()
     body = torch.optim.SGD(model[:3].parameters(), lr=0.1)
-    with pytest.raises(QuellError, match=r"3\.weight and 1 more can be trained, but is not in the private optimizer"):
+    with pytest.raises(QuellError, match=r"3\.weight and 1 more can be trained, but are not in the private optimizer"):
         make_private(model, body, examples(), small_plan("bisr", alone=True))
     model[3].requires_grad_(False)
     three_steps(make_private(model, body, examples(), small_plan("bisr", alone=True)))

@@ -282,7 +282,7 @@ def test_parameters_that_change_during_the_run(clipping, plan):
     model, optimizer, loader = private(plan, clipping, model)
     model[0].requires_grad_(True)
     with pytest.raises(
-        QuellError, match=r"0\.weight and 1 more can be trained, but is not in the private optimizer, or was frozen"
+        QuellError, match=r"0\.weight and 1 more can be trained, but are not in the private optimizer, or were frozen"
     ):
         one_step(model, optimizer, next(iter(loader)))
     with pytest.raises(QuellError, match="cannot join during a run"):
@@ -377,13 +377,14 @@ def test_a_schedule_that_was_not_planned_is_a_warning(plan):
     batches = iter(loader)
     one_step(model, optimizer, next(batches))
     optimizer.param_groups[0]["lr"] *= 0.5
-    with pytest.warns(PlanMismatchWarning, match=r"0.5 times the first one, where the plan has 1: plan with"):
+    with pytest.warns(PlanMismatchWarning, match=r"0.5 times that of step 0, where the plan has 1: plan with"):
         one_step(model, optimizer, next(batches))
     one_step(model, optimizer, next(batches))  # said once
 
 
-def test_a_planned_schedule_is_no_warning():
-    rates = tuple(1.0 - 0.05 * step for step in range(10))
+@pytest.mark.parametrize("first", [1.0, 0.1])  # a warm-up sets the rate of step 0 when it is made
+def test_a_planned_schedule_is_no_warning(first):
+    rates = (first, *(1.0 - 0.05 * step for step in range(1, 10)))
     model, optimizer, loader = private(small_plan(learning_rates=rates))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[min(step, 9)])
     for _ in range(2):

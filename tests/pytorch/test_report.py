@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import quell
 from quell.adapters.report import leading_block
 from quell.participation import Participation
 from quell.privacy import gaussian_epsilon
+from quell.show import words
 from quell.torch import make_private
 from tests.enumeration import by_enumeration
 
@@ -78,19 +80,28 @@ def test_the_report_says_what_the_promise_rests_on(plan):
 
 
 def test_the_report_says_against_whom_the_generator_is_secure(plan):
-    for generator, words in (
+    for generator, security in (
         ("chacha20", "everyone who cannot break ChaCha20"),
         ("chacha8", "a smaller security margin"),
         ("philox", "NOT secure: the promise holds only against people who do not try to find the key"),
     ):
         report = started(plan, 0, generator=generator).privacy_report()
-        assert words in report.markdown()
+        assert security in report.markdown()
         assert json.loads(report.json())["generator"].startswith(generator)
 
 
-def test_a_run_from_a_seed_says_that_it_promises_nothing(plan):
+def test_a_run_from_a_seed_says_first_that_it_promises_nothing(plan):
     report = started(plan, 1, key=seeded(4)).privacy_report()
-    assert "NO privacy guarantee" in report.markdown()
+    assert report.seeded
+    assert re.search(r"-\|\n\| warning \| .* NO privacy guarantee\. \|\n\| promise", report.markdown())
+    assert "warning" not in started(plan, 0).privacy_report().markdown()
+
+
+def test_a_delta_that_lets_whole_examples_out_is_said_first():
+    plan = quell.plan(examples=40, batch_size=8, epochs=1, epsilon=8, delta=0.1, sampling="cyclic", memory=0, draws=1)
+    report = started(plan, 0).privacy_report()
+    assert "| warning | δ = 0.1 is above 1/examples = 0.025: such a guarantee would allow" in report.markdown()
+    assert words.notes(plan.run)[0] in report.markdown()
 
 
 def test_before_the_first_step_nothing_is_spent_and_after_the_last_everything(plan):

@@ -59,7 +59,7 @@ def test_the_same_run_as_with_parameter_groups_and_it_goes_on_from_a_checkpoint(
 def test_what_would_train_without_noise_is_refused(plan):
     model = network()
     body, head = two(model)
-    with pytest.raises(QuellError, match=r"3\.weight and 1 more can be trained, but is not in the private optimizer"):
+    with pytest.raises(QuellError, match=r"3\.weight and 1 more can be trained, but are not in the private optimizer"):
         make_private(model, [body], examples(), plan)
     with pytest.raises(QuellError, match="two of the optimizers hold the same parameter"):
         make_private(model, [body, body, head], examples(), plan)
@@ -158,6 +158,13 @@ def test_batch_norm_is_replaced_by_one_line(plan):
     trio = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, plan)
     train(*trio, steps=2)
     assert isinstance(replace_batch_norm(nn.BatchNorm1d(7), groups=4), nn.GroupNorm)
+
+
+def test_what_replaces_a_batch_norm_of_features_lets_the_example_through():
+    """One channel per group, each with one number, would be 0 whatever the example is; two would be 1 and -1."""
+    model = replace_batch_norm(nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32)))
+    assert model[1].num_groups == 1
+    assert torch.linalg.matrix_rank(model(torch.randn(100, 20))) >= 20
 
 
 @pytest.mark.parametrize("options", [{}, {"clipping": "microbatch"}, {"autocast": True}])

@@ -64,6 +64,7 @@ def test_the_smallest_runs_work(name, n):
     ("name", "parameters", "message"),
     [
         ("bssr", {}, "there is no mechanism 'bssr', perhaps bsr: choose one of"),
+        ("DP-SGD", {}, "there is no mechanism 'DP-SGD', DP-SGD is identity: choose one of"),
         ("bisr", {}, "bisr needs bands: for example bands=16"),
         ("bisr", {"bands": 0}, "bands=0 must be a whole number of at least 1"),
         ("bisr", {"bands": 2.5}, "bands=2.5 must be a whole number"),

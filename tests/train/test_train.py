@@ -160,13 +160,14 @@ def test_held_out_examples_are_counted_with_noise(file, monkeypatch):
 
 
 def test_a_model_without_privacy_learns_and_json_tells_all(file):
-    found = json.loads(train(file, "--baselines", "--seed", "1", "--lr", "0.1", "--json").stdout)
+    found = json.loads(train(file, "--baselines", "--seed", "1", "--lr", "0.1", "--delta", "0.1", "--json").stdout)
     assert documented.in_tables("train") == [found.keys(), found["arms"][0].keys()]
     plain, dpsgd, planned = found["arms"]
     assert plain["finals"][0] > 0.95
     assert [len(arm["curve"]) for arm in found["arms"]] == [2, 2, 2]
     assert (dpsgd["mechanism"], dpsgd["batches"], planned["batches"]) == ("independent noise", "cyclic", "cyclic")
     assert any("voids their privacy" in note for note in found["notes"])
+    assert found["notes"][0].startswith("δ = 0.1 is above 1/examples")
 
 
 def test_a_seed_repeats_the_runs_and_no_seed_does_not(file):

@@ -38,13 +38,15 @@ class PrivacyReport:
     `epsilon_at_the_end` and `delta` hold after all `steps`. `epsilon_so_far` holds for the steps released so far, at
     the same δ; `epsilon_so_far_is` says whether it was certified for them or is that of the whole run. Both are for one
     `unit` more or less, an example or a user with all rows (`adjacency`), and need batches of what is `drawn`, formed
-    as `sampling_assumption` says. `failure_probability` is that of Monte-Carlo accounting and is already included in
+    as `sampling_assumption` says; there are `examples` of these, or users. Where the key is `seeded`, nothing is
+    promised. `failure_probability` is that of Monte-Carlo accounting and is already included in
     `delta`. `meaning` is what the whole run lets the best attacker find out. `generator` says what made the noise, and
     against whom the promise holds with it.
     """
 
     unit: str
     drawn: str
+    examples: int
     adjacency: str
     sampling: str
     sampling_assumption: str
@@ -62,6 +64,7 @@ class PrivacyReport:
     failure_probability: float
     meaning: Meaning
     key: str
+    seeded: bool
     generator: str
     versions: dict[str, str]
     search: str | None = None  # what the promise covers beside this run; set by `quell.tuning.TuningPlan.covering`
@@ -111,6 +114,7 @@ def privacy_report(
     return PrivacyReport(
         unit=f"one {words.whom(batches.unit)}",
         drawn=batches.unit,
+        examples=batches.examples,
         adjacency=guarantee.adjacency,
         sampling=guarantee.sampling,
         sampling_assumption=statement.assumption(guarantee.sampling, batches.unit),
@@ -132,6 +136,7 @@ def privacy_report(
             if key.seeded
             else f"{key.id}, 256 bits from the operating system"
         ),
+        seeded=key.seeded,
         generator=f"{generator}{GENERATORS[generator]}",
         versions=_versions(*framework),
     )

@@ -74,7 +74,7 @@ class Key:
         seed = require_count("seed", seed, least=0)
         warnings.warn(
             "this key comes from a seed, so anyone can repeat the noise and subtract it: the run has NO privacy "
-            "guarantee; use Key.generate() for real data",
+            "guarantee; for real data leave seed= out, or use Key.generate()",
             SeededKeyWarning,
             stacklevel=2,
         )

@@ -132,9 +132,8 @@ class Ledger:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise QuellError(
-                    f"the ledger {self.path} is in use by another process, or by a run of this one that was not "
-                    "closed: one run, one ledger, until close() is called on the optimizer, or on what privatize "
-                    "returned in JAX"
+                    f"the ledger {self.path} is in use by another process, or by an earlier run of this one: end that "
+                    "process, or call close() on the earlier run's optimizer (in JAX, on what privatize returned)"
                 ) from None
 
     def _read(self) -> None:

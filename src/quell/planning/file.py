@@ -116,8 +116,8 @@ def verified_plan(path: str | Path) -> Plan:
     if false := [check for check in checks if not check.holds]:
         first = false[0]
         raise QuellError(
-            f"{path} is not a true plan: {first.claim} is stated as {first.stated} but comes out as {first.recomputed}"
-            f" ({len(false)} claims fail): make a new plan"
+            f"{path} is not a true plan: it states of {first.claim} '{first.stated}', and recomputing says "
+            f"'{first.recomputed}' ({len(false):,} of {len(checks):,} claims are false): make a new plan"
         )
     assert plan is not None
     return plan

@@ -24,6 +24,7 @@ from quell.planning.prices import Prices
 from quell.planning.search import Progress, order, search
 from quell.planning.shapes import MOST_ROWS
 from quell.privacy import Meaning
+from quell.privacy.accountant import require_reach
 from quell.run import Run
 from quell.show import plots, tables, words
 from quell.show.bar import progress_bar
@@ -140,6 +141,11 @@ class Plan:
     def _repr_html_(self) -> str:
         return framed(self.page(), str(self))
 
+    def __repr__(self) -> str:
+        promise = self.run.promise
+        level = words.level(promise.epsilon, promise.delta)
+        return f"<Plan: {level} per {words.whom(self.run.drawn, promise.unit)} with {self.mechanism}>"
+
     def __str__(self) -> str:
         return tables.plan_text(self, self.answers)
 
@@ -244,6 +250,7 @@ def make_plan(run: Run, progress: Progress | None = None) -> Plan:
     with threadpool_limits(1):  # many small matrices: threads that wait for each other cost ten times what they save
         found = search(prices, progress)
         if not found:
+            require_reach(run.epsilon, run.delta)
             raise QuellError(f"no mechanism goes with sampling={run.sampling} here: allow more schemes, or all (best)")
         wanted = [mechanism for mechanism in found if not mechanism.scheme.amplifies]
         if found[0] not in wanted:

@@ -83,6 +83,7 @@ class Prices:
     def at_least(self, strategy: Strategy, kind: type[Scheme]) -> float:
         """A lower bound on the noise, in milliseconds."""
         accountant = self.scheme(strategy, kind).accountant(strategy)
+        accountant.check_range(self.run.epsilon, self.run.delta)
         return accountant.at_least(self.run.epsilon, self.run.delta)
 
     def score(self, strategy: Strategy, objective: str, noise: float) -> float:

@@ -33,6 +33,15 @@ _OUTSKIRTS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # in deviatio
 _CLOSE = 0.25  # of ln δ, from where one more secant step is exact enough to rank by: a third wrong, it is 0.4% of σ
 
 
+def require_reach(epsilon: float, delta: float) -> None:
+    """Refuse promises at which amplified accounting leaves the range of float64; it would gain nothing there."""
+    if epsilon > 300 or delta < 1e-100:
+        raise QuellError(
+            f"epsilon={epsilon:g}, delta={delta:g} is beyond what random batches are priced for (epsilon up to 300, "
+            "delta from 1e-100): use cyclic sampling, or a smaller epsilon (1 to 10 is common)"
+        )
+
+
 class Accountant(ABC):
     """One strategy under one sampling scheme. Schemes differ in δ; noise and ε are found in the same way for all."""
 
@@ -78,12 +87,8 @@ class Accountant(ABC):
         return 0.0
 
     def check_range(self, epsilon: float, delta: float) -> None:
-        """Refuse promises at which amplified accounting leaves the range of float64; it would gain nothing there."""
-        if epsilon > 300 or delta < 1e-100:
-            raise QuellError(
-                f"epsilon={epsilon:g}, delta={delta:g} is out of reach of amplified accounting (epsilon up to 300, "
-                "delta from 1e-100): use cyclic sampling"
-            )
+        """Refuse what `require_reach` refuses."""
+        require_reach(epsilon, delta)
 
     def safe_sigma(self, epsilon: float, delta: float) -> float:
         """Noise that is enough without random batches."""

@@ -95,6 +95,7 @@ def report_markdown(report: PrivacyReport) -> str:
     end, spent = at_least(report.epsilon_at_the_end), at_least(report.epsilon_so_far)
     delta, chance = words.number(report.delta), report.failure_probability
     unit = "example" if report.drawn == "example" else "user"
+    warning = " ".join([words.SEEDED] * report.seeded + words.too_likely(report.delta, report.examples, report.drawn))
     rows = {
         "promise at the end": f"({end}, {delta})-DP after {report.steps:,} steps",
         "spent so far": f"ε = {spent} at δ = {delta} after {report.steps_done:,} steps ({report.epsilon_so_far_is})",
@@ -113,5 +114,7 @@ def report_markdown(report: PrivacyReport) -> str:
     }
     if report.search is not None:
         rows = {"search": report.search, **rows}
+    if warning:
+        rows = {"warning": warning, **rows}
     lines = [f"| {name} | {value} |" for name, value in rows.items()]
     return "\n".join(["# Privacy report", "", "| | |", "|---|---|", *lines, ""])

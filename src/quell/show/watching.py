@@ -12,7 +12,7 @@ from rich.text import Text
 
 from quell.errors import at_least
 from quell.show.page.document import assemble
-from quell.show.words import amount, number
+from quell.show.words import SEEDED, amount, number
 
 _POINTS = 400  # of a curve
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -151,7 +151,7 @@ def _time_left(last: Row, rows: Sequence[Row]) -> str:
 def _notes(about: Mapping[str, Any]) -> list[str]:
     found = []
     if about.get("seeded"):
-        found.append("The key was made from a seed: this run has NO privacy guarantee.")
+        found.append(SEEDED)
     if any(column in about["columns"] for column in _NORM_CURVES):
         found.append("This log holds numbers that are not private. Show it only to people who may see the data.")
     return found

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quell.run import Run
 
 _CHANGES = {"epochs": "Twice the epochs", "batch_size": "Batches twice as large"}
+SEEDED = "The key was made from a seed: this run has NO privacy guarantee."
 NOTABLE = 1.01  # the smallest gain over DP-SGD, an estimate, that deserves a number
 MORE = "Add --explain to see why this one was chosen, what would change that, and what the words mean."
 _SAME_RATE = 0.1  # learning rates that differ by less are called the same
@@ -201,12 +202,7 @@ def describe_run(run: Run) -> str:
 
 def notes(run: Run) -> list[str]:
     """Warnings about a run."""
-    found = []
-    if run.examples is not None and run.delta * run.examples > 1:
-        found.append(
-            f"δ = {number(run.delta)} is above 1/{run.drawn}s = {1 / run.examples:.2g}: such a guarantee would allow "
-            f"publishing a whole {run.drawn}."
-        )
+    found = [] if run.examples is None else too_likely(run.delta, run.examples, run.drawn)
     if run.examples is not None and run.batch_size and (left := run.examples % run.batch_size):
         rest = f"the {left:,} left over make" if left > 1 else "the one left over makes"
         found.append(
@@ -214,6 +210,16 @@ def notes(run: Run) -> list[str]:
             f"{counted(run.steps_per_epoch, 'step')}, and {rest} some batches larger."
         )
     return found
+
+
+def too_likely(delta: float, count: int, drawn: str) -> list[str]:
+    """What is wrong with a δ above 1/count, where there are `count` of what is `drawn`; nothing below."""
+    if delta * count <= 1:
+        return []
+    return [
+        f"δ = {number(delta)} is above 1/{drawn}s = {1 / count:.2g}: such a guarantee would allow publishing a whole "
+        f"{drawn}."
+    ]
 
 
 def recommendation(plan: Plan, answers: Answers) -> str:

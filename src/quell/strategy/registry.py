@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -98,6 +99,7 @@ def find(name: str) -> Family:
     if family is None:
         near = get_close_matches(name.lower(), FAMILIES, 1)
         meant = f", perhaps {near[0]}" if near else ""
+        meant = f", DP-SGD is {INDEPENDENT.name}" if re.sub(r"[^a-z]", "", name.lower()) == "dpsgd" else meant
         raise QuellError(f"there is no mechanism {short(name)}{meant}: choose one of {', '.join(FAMILIES)}")
     return family
 

@@ -14,11 +14,13 @@ def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
     """Put a GroupNorm in the place of every BatchNorm of a model, with the same scales and shifts.
 
     Call it before you make the optimizer, also for pretrained models: they need some training to get used to it. What
-    timm's BatchNormAct2d does after the norm stays.
+    timm's BatchNormAct2d does after the norm stays. In the place of a BatchNorm1d, which often has one number per
+    channel, all channels are one group: alone, or two by two, normalised numbers would say nothing of the example.
 
     Args:
         model: The model, which is changed.
-        groups: The most groups of channels; layers whose channels they do not divide get as many as do.
+        groups: The most groups of channels; layers whose channels they do not divide get as many as do. A BatchNorm1d
+            gets one.
 
     Returns:
         The model; a GroupNorm, if it is a BatchNorm itself.
@@ -45,7 +47,8 @@ def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
 
 def _group_norm(layer: nn.Module, most: int) -> nn.GroupNorm:
     channels = layer.num_features
-    groups = next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)
+    most = 1 if isinstance(layer, nn.BatchNorm1d) else min(most, channels)
+    groups = next(count for count in range(most, 0, -1) if channels % count == 0)
     made = nn.GroupNorm(groups, channels, layer.eps, layer.affine)
     if layer.affine:
         with torch.no_grad():

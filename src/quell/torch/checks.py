@@ -90,10 +90,12 @@ def refuse_unprotected(model: nn.Module, protected: Iterable[nn.Parameter]) -> N
     outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if outside:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+        are, were, its, it = ("are", "were", "their", "them") if more else ("is", "was", "its", "it")
         raise QuellError(
-            f"{outside[0]}{more} can be trained, but is not in the private optimizer, or was frozen when it was made: "
-            "nothing would clip its gradients or add noise; freeze it (requires_grad_(False)), or put it into the "
-            "optimizer that make_private is given (with parameter groups, or as a list of optimizers)"
+            f"{outside[0]}{more} can be trained, but {are} not in the private optimizer, or {were} frozen when it was "
+            f"made: nothing would clip {its} gradients or add noise; freeze {it} "
+            f"(requires_grad_(False)), or put {it} into the optimizer that make_private is given "
+            "(with parameter groups, or as a list of optimizers)"
         )
 
 
@@ -212,14 +214,14 @@ def _mismatches(planned: Any, optimizer: Optimizer) -> Iterator[str]:
                 )
 
 
-def schedule_mismatch(plan: Plan, step: int, first_rate: float, rate: float) -> str | None:
-    """Whether the learning rate has moved otherwise than planned since the first step."""
+def schedule_mismatch(plan: Plan, step: int, first: int, first_rate: float, rate: float) -> str | None:
+    """Whether the learning rate has moved otherwise than planned since step `first`."""
     rates = plan.run.workload.rates
-    planned = 1.0 if rates is None else float(rates[step] / rates[0])
-    real = rate / first_rate if first_rate else 1.0
+    planned = 1.0 if rates is None else float(rates[step] / rates[first])
+    real = rate / first_rate
     if abs(real - planned) <= 0.01 * planned:
         return None
     return (
-        f"at step {step:,} the learning rate is {real:.4g} times the first one, where the plan has {planned:.4g}: plan "
-        "with learning_rates= your schedule (one number per step) for noise that fits"
+        f"at step {step:,} the learning rate is {real:.4g} times that of step {first:,}, where the plan has "
+        f"{planned:.4g}: plan with learning_rates= your schedule (one number per step) for noise that fits"
     )

@@ -89,7 +89,8 @@ def newest_whole_folder(home: Path, own: Callable[[Path], bool] = lambda path: T
     others = []
     for _, path in sorted(found, reverse=True):
         if not is_whole_folder(path):
-            warnings.warn(f"{path} was not written to its end: going on from the checkpoint before it", stacklevel=4)
+            told = f"{path} was not written to its end, or not by PrivateTrainer: looking for an earlier checkpoint"
+            warnings.warn(told, stacklevel=4)
         elif own(path):
             return path
         else:
@@ -100,7 +101,10 @@ def newest_whole_folder(home: Path, own: Callable[[Path], bool] = lambda path: T
             f"{home} has no whole checkpoint of this key, and those of another run: to go on with that one, pass the "
             f"file of its key, private={{'key': ...}}; its newest checkpoint is {others[0].name}"
         )
-    raise QuellError(f"{home} has no whole checkpoint: call train() to start a new run, with a new key")
+    raise QuellError(
+        f"{home} has no whole checkpoint of PrivateTrainer: call train() without resume_from_checkpoint to start a new "
+        "run, with a new key"
+    )
 
 
 _NAME = re.compile(r"checkpoint-(\d+)")

@@ -155,7 +155,11 @@ class PrivateTrainer(Trainer):
         """(examples,) and the model's outputs."""
         names = [name for name in self.label_names if name in inputs] or ["labels"]
         if names[0] not in inputs:
-            raise QuellError(f"the batch has {', '.join(inputs)} but no labels: let the data collator make them")
+            raise QuellError(
+                f"the batch has {', '.join(inputs)} but no labels: call the data set's column of them 'labels', with "
+                "numbers in it (the collator leaves texts out), or for language models pass "
+                "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), which makes them"
+            )
         given = {name: inputs[name] for name in names}
         labels = given if len(names) > 1 else inputs[names[0]]
         inputs = {name: value for name, value in inputs.items() if name not in names}

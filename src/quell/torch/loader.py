@@ -7,6 +7,7 @@ rest of the epoch that the optimizer is in; a batch, or one rank's share of it, 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from quell.errors import QuellError, require_count
 from quell.torch.augmentation import Augmentation
+from quell.torch.checks import PlanMismatchWarning
 from quell.torch.in_memory import IndexedAtOnce, indexed_at_once
 from quell.torch.nested import is_texts, leaves, mapped
 from quell.torch.run import Portion, TrainingRun
@@ -80,6 +82,15 @@ class PlannedLoader(DataLoader[Any]):
         self._seeds: bytes | None = None  # of the workers, where they are ours to choose
         dataset = dataset_of(data)
         given = data if isinstance(data, DataLoader) else None
+        known = (None, 1, run.plan.run.batch_size)  # 1 is what a loader has that was given none
+        if given is not None and physical_batch_size is None and given.batch_size not in known and run.owned is None:
+            warnings.warn(
+                f"the loader's batch_size={given.batch_size:,} is not used: the plan's batches have "
+                f"{run.expected_batch_size:,.0f} examples; to have them handed out in parts of {given.batch_size:,} "
+                f"pass physical_batch_size={given.batch_size}",
+                PlanMismatchWarning,
+                stacklevel=3,  # the caller of make_private or attach
+            )
         kept = {} if given is None else {name: getattr(given, name) for name in _KEPT}
         if kept.get("generator") is None:
             kept["generator"] = torch.Generator()
@@ -101,6 +112,11 @@ class PlannedLoader(DataLoader[Any]):
             collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows, never_empty),
             **kept,
         )
+
+    def __repr__(self) -> str:
+        planned = self.run.plan.run
+        stands = f"step {self.run.step:,} of {planned.steps:,}"
+        return f"<planned loader: {planned.steps_per_epoch:,} batches per epoch, {stands}>"
 
     def __iter__(self) -> Any:
         if self._loaded_step is not None and self._loaded_step != self.run.step:

@@ -48,7 +48,7 @@ class PrivateOptimizer(Optimizer):
         self._trained = list(engine.params.values())
         self.acted = False  # whether the last `step` took one, and did not only gather a part of its batch
         self._used = False  # whether p.grad still holds the gradients of the last step
-        self._first_rate = _rate(optimizer.param_groups[0])
+        self._first_rate: tuple[int, float] | None = None  # a step, and the learning rate that it was taken with
         self._warns_of_schedule = True  # until it has warned once
         self._noised: set[Optimizer] = set()  # the wrapped ones that have not used a step's noisy gradient yet
         self._to_replay: Start | None = None
@@ -320,7 +320,8 @@ class PrivateOptimizer(Optimizer):
             )
         if self._used:
             raise QuellError(
-                "optimizer.zero_grad() was not called since the last step: its gradients would count twice"
+                "optimizer.zero_grad() was not called since the last step, whose gradients would count twice: call it "
+                "once per step, before or after it (model.zero_grad() does not do the same)"
             )
         now = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if len(now) != len(self._trained) or any(a is not b for a, b in zip(now, self._trained, strict=True)):
@@ -330,8 +331,13 @@ class PrivateOptimizer(Optimizer):
         self.run.charge_once()
 
     def _warn_about_schedule(self) -> None:
-        if self._warns_of_schedule and self.run.step:
-            mismatch = schedule_mismatch(self.run.plan, self.run.step, self._first_rate, _rate(self.param_groups[0]))
+        if not self._warns_of_schedule:
+            return
+        rate = _rate(self.param_groups[0])
+        if self._first_rate is None and rate > 0:  # not before: schedulers set it when they are made
+            self._first_rate = self.run.step, rate
+        if self._first_rate is not None:
+            mismatch = schedule_mismatch(self.run.plan, self.run.step, *self._first_rate, rate)
             if mismatch is not None:
                 warnings.warn(mismatch, PlanMismatchWarning, stacklevel=4)
                 self._warns_of_schedule = False

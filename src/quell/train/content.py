@@ -47,7 +47,9 @@ def _explained(recipe: Setting, planned: Outcome) -> dict[str, str]:
 def notes_of(recipe: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     """What the promise covers beside the model, and what it does not cover."""
     last, tests = recipe.epsilon_of_accuracy(recipe.plan.epochs - 1), len(recipe.data.test)
-    return training_notes(
+    run = recipe.run
+    too_likely = [] if run.examples is None else words.too_likely(run.delta, run.examples, run.drawn)
+    return too_likely + training_notes(
         seeded=recipe.seed is not None,
         compared=len(outcomes) > 1,
         runs=len(outcomes[0].runs),
