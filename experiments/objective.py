@@ -270,7 +270,7 @@ def printed_rates(every: Sequence[Trained]) -> dict[str, Entry]:
     for each in every:
         peer = peers.get(each.line["epsilon"], each)
         if each is not peer and each.line["sampling"] != "cyclic":
-            one, other = (e.measured.noise.best(e.line["noise_multiplier"])[1] / e.rate for e in (each, peer))
+            one, other = (e.measured.best_rate(e.line["noise_multiplier"]) / e.rate for e in (each, peer))
             off[each.line["epsilon"]].append(math.log2(one / other))
     return {
         f"{epsilon:g}": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from quell import workload
@@ -63,6 +64,20 @@ def test_epsilon_does_not_depend_on_the_learning_rate():
         for scale in (None, rates, 0.001 * rates, 1000 * rates)
     }
     assert len(noise) == 1
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("lambda_cgd", {"lambda": 0.9}), ("band_toeplitz", {"bands": 4})])
+def test_adam_wants_a_rate_that_grows_with_the_noise_of_single_steps(name, parameters):
+    """It divides by the size of gradients, which is mostly that of their noise: σ times the rows of C⁻¹."""
+    ratios, sizes = [], []
+    for adaptive in (False, True):
+        prices = Prices(Run.from_steps(steps=200, epochs=10, epsilon=2.0, delta=1e-5, momentum=0.9, adaptive=adaptive))
+        mine, dpsgd = prices.price(name, **parameters), prices.price("identity")
+        ratios.append(mine.learning_rate(dpsgd))
+        noise = [each.noise_multiplier * np.linalg.inv(each.strategy.matrix()) for each in (mine, dpsgd)]
+        sizes = [np.sqrt(np.mean(np.sum(np.square(rows), axis=1))) for rows in noise]
+    assert sizes[0] > 2 * sizes[1]
+    assert ratios[1] == pytest.approx(ratios[0] * sizes[0] / sizes[1], rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ rate. These constants have reasons, but they were settled after many settings ha
 Noise in a direction with curvature λ is undone at the rate lr·λ, so what a mechanism should cancel depends on the
 learning rate, and this on how much noise there is: at large ε the rate is high and steps forget fast, at small ε they
 sum up. Adam divides gradients by a size that is mostly that of the noise, much the same for every weight, which is
-another learning rate; so it needs no other treatment.
+another learning rate (`Measured.best_rate`); so it needs no other treatment.
 """
 
 from __future__ import annotations

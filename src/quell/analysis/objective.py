@@ -66,6 +66,20 @@ class Measured:
         """What the noise costs at every learning rate."""
         return self.landscape.noise(self.strategy)
 
+    @cached_property
+    def single_step(self) -> float:
+        """The noise of a single step, as a root mean square."""
+        return error(self.strategy, single_steps(self.strategy.steps)).rmse
+
+    def best_rate(self, sigma: float) -> float:
+        """The predicted best learning rate, in a unit that all mechanisms of a run have in common.
+
+        Adam divides gradients by their size, which is mostly that of the noise, so what acts as SGD's rate does is
+        Adam's divided by the noise of a single step.
+        """
+        rate = self.noise.best(sigma)[1]
+        return rate * sigma * self.single_step if self.adaptive else rate
+
 
 @dataclass(frozen=True)
 class Objective:

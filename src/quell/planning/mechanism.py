@@ -99,8 +99,10 @@ class Mechanism:
 
         None where the other takes the largest rate that the model has: what it would be beyond that is not known.
         """
-        mine, theirs = (each.measured.noise.best(each.noise_multiplier)[1] for each in (self, other))
-        return mine / theirs if theirs < other.measured.landscape.rates[0] else None
+        if other.measured.noise.best(other.noise_multiplier)[1] >= other.measured.landscape.rates[0]:
+            return None
+        mine, theirs = (each.measured.best_rate(each.noise_multiplier) for each in (self, other))
+        return mine / theirs
 
     def across_runs(self, objective: str, seen: float) -> float:
         """The number by which mechanisms of different runs are compared, `seen` telling how many examples they see."""

@@ -309,7 +309,10 @@ def learning_rate(plan: Plan, answers: Answers) -> list[str]:
     if plan.mechanism.family is INDEPENDENT:
         return []
     if answers.learning_rate is None:
-        return ["This noise cancels from step to step: its best learning rate is usually 1 to 10 times that of DP-SGD."]
+        usual = "4 to 40" if plan.run.optimizer.adaptive else "1 to 10"
+        return [
+            f"This noise cancels from step to step: its best learning rate is usually {usual} times that of DP-SGD."
+        ]
     same = abs(answers.learning_rate - 1) <= _SAME_RATE
     rate = "the same learning rate as" if same else f"about {answers.learning_rate:.2g} times the learning rate of"
     return [
