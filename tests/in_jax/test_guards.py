@@ -276,7 +276,9 @@ def test_a_run_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_holds_a_key_says_how_it_is_let_go(tmp_path: Path) -> None:
     private = privatize(cases.spec("independent"), PARAMS, key=tmp_path / "run.key", **FAST)
-    with pytest.raises(QuellError, match=r"close\(\) is called on the optimizer, or on what privatize returned"):
+    with pytest.raises(
+        QuellError, match=r"call close\(\) on the earlier run's optimizer \(in JAX, on what privatize returned\)"
+    ):
         privatize(cases.spec("independent"), PARAMS, key=tmp_path / "run.key", **FAST)
     first = private.init(PARAMS)
     steps(private, first, 0, 1)

@@ -407,10 +407,10 @@ def test_no_run_ends_with_a_layer_that_joined_late(end):
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         if end == "checkpoint" and optimizer.run.step == 3:
-            with pytest.raises(QuellError, match=r"late\.weight and 1 more can be trained, but is not in the private"):
+            with pytest.raises(QuellError, match=r"late\.weight and 1 more can be trained, but are not in the private"):
                 optimizer.state_dict()
         if optimizer.run.step == 4:
-            with pytest.raises(QuellError, match=r"late\.weight and 1 more can be trained, but is not in the private"):
+            with pytest.raises(QuellError, match=r"late\.weight and 1 more can be trained, but are not in the private"):
                 optimizer.step()
             break
         optimizer.step()

@@ -177,6 +177,10 @@ def certified(run: object, row: object) -> tuple[Prices, Mechanism]:
 def _read(path: str | Path) -> dict[str, Any]:
     try:
         text = files.read(path, MOST_BYTES)
+    except IsADirectoryError:
+        raise QuellError(
+            f"{path} is a folder: give the plan file in it (quell train: plan.json or trial-plan.json)"
+        ) from None
     except OSError as problem:
         raise QuellError(f"cannot read the plan {path}: {problem.strerror}") from problem
     try:

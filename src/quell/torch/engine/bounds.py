@@ -60,7 +60,8 @@ class Allowance:
         return replace(self, size=self.size + other.size, positions=positions)
 
     def __mul__(self, scale: Tensor) -> Allowance:
-        return replace(self, size=self.size * scale, square=self.square * scale.square())
+        square = self.square * scale.square() if isinstance(self.square, Tensor) else self.square  # the number is 0
+        return replace(self, size=self.size * scale, square=square)
 
 
 def stacked(allowed: Sequence[Allowance]) -> Allowance:
