@@ -173,3 +173,33 @@ def test_several_tensors_of_a_batch_are_rows():
     plain(one, other).sum().backward()
     for found, parameter in zip(engine.collect()[1], plain.parameters(), strict=True):
         torch.testing.assert_close(found, parameter.grad)
+
+
+class ByMean(nn.Module):
+    """All examples share some prototypes, of which only the mean counts: one of them more hardly moves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, prototypes):
+        return x * self.w * prototypes.mean(0)
+
+
+class WithPrototypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = ByMean()
+
+    def forward(self, x, prototypes):
+        return self.layer(x, prototypes)
+
+
+@pytest.mark.parametrize("clipping", ["parts", "microbatch"])
+def test_what_is_shared_as_a_mean_over_many_rows_is_seen_too(clipping):
+    prototypes = 1 + torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = WithPrototypes()
+    params = dict(model.named_parameters())
+    LayerEngine(model, params, 1.0, "sum") if clipping == "parts" else MicrobatchEngine(model, params, 1.0, "sum", 32)
+    with pytest.raises(QuellError, match="one may be shared by all examples and be as long as the first batch"):
+        (model.layer if clipping == "parts" else model)(torch.randn(64, WIDTH), prototypes).sum().backward()

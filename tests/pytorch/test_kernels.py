@@ -15,7 +15,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from quell.torch.engine import kernels, pieces  # noqa: E402
 from quell.torch.engine.patches import Patches, Window  # noqa: E402
 from quell.torch.engine.pieces import Outer, Rows, Tokens  # noqa: E402
-from quell.torch.engine.together import norms_of, sums_of  # noqa: E402
+from quell.torch.engine.together import merged, norms_of, sums_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies bfloat16 wrongly
@@ -191,6 +191,16 @@ def test_longer_units_change_no_norms_of_others(longest, cancel):
         torch.testing.assert_close(norms_of([found])[0], short.norms(), rtol=1e-4 if cancel else 2e-5, atol=0)
     few, many = Tokens(g, tokens, 9, -1), Tokens(more[0], behind, 9, -1)
     torch.testing.assert_close(many.norms(), few.norms(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_uses_of_a_weight_inside_and_outside_of_autocast_are_allowed_for_together(first):
+    """Those in half precision are measured by kernels, which know no number of positions of each unit."""
+    g, a = factors(3, 130, 8, 8, False)
+    uses = [pieces.kept(Outer(*each), torch.Size((8, 8))) for each in ((g, a), (g.float(), a.float()))]
+    assert [isinstance(use.allowed.positions, torch.Tensor) for use in uses] == [False, True]
+    (both,) = merged([uses[first], uses[1 - first]])
+    assert torch.all(both.norms() > both.flat.float().norm(dim=1))
 
 
 def test_layers_of_one_shape_share_a_launch():

@@ -94,8 +94,8 @@ def started_run(
         if options.budget is not None:
             if isinstance(options.key, Key) and key.loaded and ledger is None and not rank:
                 raise QuellError(
-                    "budget= with a key that was loaded would charge several runs of it once: pass the path of the key "
-                    "file, or ledger= as well"
+                    "budget= with a key that was loaded, or made before a fork, would charge several runs of it once: "
+                    "pass the path of the key file, or ledger= as well"
                 )
             run.charge = _charging(plan, chosen, key, options.budget)
         yield run

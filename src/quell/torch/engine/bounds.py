@@ -55,9 +55,11 @@ class Allowance:
 
     def __add__(self, other: Allowance) -> Allowance:
         """That of both sums together."""
-        known = isinstance(self.positions, Tensor)  # a number is as many as there may be in all
+        known = isinstance(self.positions, Tensor) or isinstance(other.positions, Tensor)
+        # Two numbers are as many as there may be in all.
         positions = self.positions + other.positions if known else max(self.positions, other.positions)
-        return replace(self, size=self.size + other.size, positions=positions)
+        rate, unit = max(self.rate, other.rate), max(self.unit, other.unit)
+        return Allowance(self.size + other.size, positions, rate, unit, self.square + other.square)
 
     def __mul__(self, scale: Tensor) -> Allowance:
         square = self.square * scale.square() if isinstance(self.square, Tensor) else self.square  # the number is 0

@@ -22,6 +22,7 @@ from quell.noise.secrecy import never_copied
 from quell.noise.stream import uncompiled
 from quell.torch.autocast import Autocast, lowered
 from quell.torch.checks import in_a_sentence
+from quell.torch.coupling import follow_the_batch, in_eval_mode, restored_buffers
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Rows
 from quell.torch.engine.rules import LOWERED, Pieces, Rule, added, by_torch_func, embedding, has_rows, linear, rule_for
@@ -174,7 +175,7 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
 
     def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
         shared.update(_shared_inputs(engine, inputs, len(gradients[0])))  # only now, in loops that call parts
-        _tell_apart(engine, layer, way, partial(call, {}), inputs, len(gradients[0]))
+        _tell_apart(engine, module, way, partial(call, {}), inputs, len(gradients[0]))
         with in_a_sentence(f"making per-example gradients of {engine.called(module)} by torch.func", _NOT_MAPPED):
             own = {name: p.detach() for name, p in module.named_parameters() if name in layer.trained}
             return engine.unwatched(lambda: list(by_torch_func(own, call, inputs, shared, gradients, rows)))
@@ -201,28 +202,26 @@ def _shared_inputs(engine: LayerEngine, tensors: Sequence[Tensor], examples: int
 
 
 def _tell_apart(
-    engine: LayerEngine, layer: Layer, way: Way, call: Callable[..., Any], inputs: Sequence[Tensor], examples: int
+    engine: LayerEngine, module: nn.Module, way: Way, call: Callable[..., Any], inputs: Sequence[Tensor], examples: int
 ) -> None:
     """Refuse inputs of which one may be shared by all examples, and be as long as they are many by chance.
 
-    Without the last row of all that are as long, the outputs of the other examples must stay the same. Each way of
+    Without the last rows of all that are as long, the outputs of the other examples must stay the same. Each way of
     calling a layer is looked at: the check of the first batch has seen those of the first batch alone.
     """
+    layer = engine.layers[id(module)]
     shared = layer.shared_inputs[way]
     as_long = [place for place, value in enumerate(inputs) if has_rows(value, examples) and place not in shared]
     if len(as_long) < 2 or examples < 2 or layer.own_inputs.get(way) == as_long:
         return
-    cut = [value[:-1] if place in as_long else value for place, value in enumerate(inputs)]
-    with torch.no_grad(), kept_states():
-        try:
-            whole, fewer = (engine.unwatched(partial(call, *values)) for values in (inputs, cut))
-        except (RuntimeError, IndexError, ValueError):
-            whole, fewer = (), None
-    if fewer is None or not all(
-        torch.allclose(a[:-1], b, rtol=0.05, atol=1e-3, equal_nan=True)
-        for a, b in zip(whole, fewer, strict=True)
-        if has_rows(a, examples) and has_rows(b, examples - 1)
-    ):
+
+    def outputs(count: int) -> Any:
+        cut = [value[:count] if place in as_long else value for place, value in enumerate(inputs)]
+        return engine.unwatched(partial(call, *cut))
+
+    with torch.no_grad(), kept_states(), in_eval_mode(module), restored_buffers(module):
+        follow = follow_the_batch(outputs, examples)
+    if not follow:
         raise QuellError(
             f"{layer.name} gets {len(as_long)} inputs of {examples} rows, and without their last ones other outputs "
             "change: one may be shared by all examples and be as long as the first batch by chance; give what is "

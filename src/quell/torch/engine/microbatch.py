@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from quell.torch.autocast import Autocast
 from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
-from quell.torch.coupling import in_eval_mode
+from quell.torch.coupling import follow_the_batch, in_eval_mode, restored_buffers
 from quell.torch.engine.base import Engine, is_differentiable
 from quell.torch.engine.bounds import norm_of
 from quell.torch.engine.rules import pulled_back
@@ -113,20 +114,15 @@ class MicrobatchEngine(Engine):
     def _require_rows(self, inputs: Inputs) -> None:
         """Refuse a first batch in which something that all examples share is as long as the batch.
 
-        Without its last row, the outputs of the others must stay the same. A model that is called in several ways has
+        Without its last rows, the outputs of the others must stay the same. A model that is called in several ways has
         a first batch of each.
         """
         way = str(inputs.structure), tuple(inputs.mapped)
         if way in self._followed or inputs.examples < 2 or len(inputs.mapped) < 2:
             return
-        try:
-            with in_eval_mode(self.model):
-                whole = self._plainly(inputs, inputs.examples)
-                fewer = self._plainly(inputs, inputs.examples - 1)
-            same = all(torch.allclose(a[:-1], b, rtol=0.05, atol=1e-3) for a, b in zip(whole, fewer, strict=True))
-        except (RuntimeError, IndexError, ValueError):
-            same = False
-        if not same:
+        with in_eval_mode(self.model), restored_buffers(self.model):
+            follow = follow_the_batch(partial(self._plainly, inputs), inputs.examples)
+        if not follow:
             raise QuellError(
                 f"the model was given several tensors of {inputs.examples} rows, and without their last ones other "
                 "outputs change: one may be shared by all examples and be as long as the first batch by chance; give "
@@ -135,13 +131,13 @@ class MicrobatchEngine(Engine):
         self._followed.add(way)
 
     def _plainly(self, inputs: Inputs, rows: int) -> list[Tensor]:
-        """The outputs with a row per example, of the first examples."""
+        """The outputs of the first examples."""
         values = list(inputs.values)
         for place, value in zip(inputs.mapped, inputs.of(slice(rows)), strict=True):
             values[place] = value
         args, kwargs = pytree.tree_unflatten(values, inputs.structure)
         made = pytree.tree_leaves(self._plain_forward(*args, **kwargs))
-        return [v for v in made if isinstance(v, Tensor) and v.is_floating_point() and v.shape[:1] == (rows,)]
+        return [v for v in made if isinstance(v, Tensor) and v.is_floating_point()]
 
     def _outputs(self, inputs: Inputs, args: Any, kwargs: Any) -> Any:
         if not inputs.examples:

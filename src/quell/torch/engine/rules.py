@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -162,8 +163,10 @@ def summed(g: Tensor) -> Rows:
 
 def _epsilon(layer: Any) -> float | None:
     """What a normalisation adds to the variance, by the names that it goes by."""
-    found = (getattr(layer, name, None) for name in ("eps", "variance_epsilon"))
-    return next((float(value) for value in found if isinstance(value, (int, float))), None)
+    for name in ("eps", "variance_epsilon"):
+        with suppress(TypeError, ValueError):  # of None, and of what is no number
+            return float(getattr(layer, name, None))  # type: ignore[arg-type]
+    return None
 
 
 def has_rows(value: Any, examples: int) -> bool:
