@@ -230,7 +230,7 @@ def test_help_shows_examples_and_every_command():
             "a target RMSE minimises the rmse, not the objective training",
         ),
         (["verify", "/nowhere/plan.json"], "cannot read the plan"),
-        (["verify", "/"], "/ is a folder: give the plan file in it"),
+        (["verify", "/"], "cannot read /: it is a folder; give the plan file in it"),
         ([*PLAN, "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png: there is no folder"),
         ([*PLAN, "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
         ([*PLAN, "--save", "/tmp"], "cannot write /tmp: it is a folder"),

@@ -179,7 +179,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         text = files.read(path, MOST_BYTES)
     except IsADirectoryError:
         raise QuellError(
-            f"{path} is a folder: give the plan file in it (quell train: plan.json or trial-plan.json)"
+            f"cannot read {path}: it is a folder; give the plan file in it (quell train: plan.json or trial-plan.json)"
         ) from None
     except OSError as problem:
         raise QuellError(f"cannot read the plan {path}: {problem.strerror}") from problem
