@@ -119,7 +119,7 @@ def test_a_promise_that_the_noise_does_not_keep_is_found(saved):
         content["run"]["promise"]["epsilon"] = 1.0
 
     assert any("its noise suffices" in str(check.stated) for check in tampered(saved, change))
-    says = "not a true plan: it states of mechanism .* 'can be built, .* recomputing says 'noise .* claims are false"
+    says = "not a true plan: for mechanism .* it says 'can be built, .* recomputing gives 'noise .* claims are false"
     with pytest.raises(QuellError, match=says):
         quell.Plan.load(saved)
 
@@ -452,7 +452,7 @@ def test_more_rows_certified_by_draws_than_share_the_failure_probability_are_ref
     content["mechanisms"] *= planner.COMPARISONS + 1
     path.write_text(json.dumps(content))
     assert [check.claim for check in quell.verify(path) if not check.holds] == ["mechanisms certified by draws"]
-    with pytest.raises(QuellError, match="mechanisms certified by draws '9', and recomputing says 'at most 8'"):
+    with pytest.raises(QuellError, match="certified by draws it says '9', and recomputing gives 'at most 8'"):
         quell.Plan.load(path)
 
 

@@ -168,23 +168,17 @@ def test_the_wrapped_optimizer_steps_with_noise_only(plan):
 # Keys and ledgers
 
 
-def test_a_key_without_its_ledger(tmp_path, plan):
+@pytest.mark.parametrize(
+    ("lost", "found"), [("key.ledger", "the key .* is there, but not its"), ("key", "the key .* is missing, but its")]
+)
+def test_a_key_and_its_ledger_belong_together(lost, found, tmp_path, plan):
     model, optimizer, loader = private(plan, key=tmp_path / "key")
     train(model, optimizer, loader, steps=2)
     optimizer.close()
-    (tmp_path / "key.ledger").unlink()
-    with pytest.raises(QuellError, match=r"the key .* is there, but not its ledger"):
+    (tmp_path / lost).unlink()
+    with pytest.raises(QuellError, match=f"{found} ledger"):
         private(plan, key=tmp_path / "key")
-
-
-def test_a_ledger_without_its_key(tmp_path, plan):
-    model, optimizer, loader = private(plan, key=tmp_path / "key")
-    train(model, optimizer, loader, steps=2)
-    optimizer.close()
-    (tmp_path / "key").unlink()
-    with pytest.raises(QuellError, match=r"the key .* is missing, but its ledger"):
-        private(plan, key=tmp_path / "key")
-    assert not (tmp_path / "key").exists()
+    assert not (tmp_path / lost).exists()
 
 
 def test_a_failed_attempt_leaves_the_key_free(tmp_path, plan):

@@ -68,8 +68,8 @@ class Measured:
 
     @cached_property
     def single_step(self) -> float:
-        """The noise of a single step, as a root mean square."""
-        return error(self.strategy, single_steps(self.strategy.steps)).rmse
+        """The noise of a single step."""
+        return single_step_error(self.strategy)
 
     def best_rate(self, sigma: float) -> float:
         """The predicted best learning rate, in a unit that all mechanisms of a run have in common.
@@ -159,4 +159,9 @@ def training_error(strategy: Strategy, workload: Workload, adaptive: bool = Fals
         return own
     if adaptive:
         return math.sqrt(own * error(strategy, sgd(workload.steps)).rmse)
-    return own * math.pow(own / error(strategy, single_steps(workload.steps)).rmse, JITTER)
+    return own * math.pow(own / single_step_error(strategy), JITTER)
+
+
+def single_step_error(strategy: Strategy) -> float:
+    """The noise of a single step per unit of noise, as a root mean square over the run."""
+    return error(strategy, single_steps(strategy.steps)).rmse

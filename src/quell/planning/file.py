@@ -116,7 +116,7 @@ def verified_plan(path: str | Path) -> Plan:
     if false := [check for check in checks if not check.holds]:
         first = false[0]
         raise QuellError(
-            f"{path} is not a true plan: it states of {first.claim} '{first.stated}', and recomputing says "
+            f"{path} is not a true plan: for {first.claim} it says '{first.stated}', and recomputing gives "
             f"'{first.recomputed}' ({len(false):,} of {len(checks):,} claims are false): make a new plan"
         )
     assert plan is not None

@@ -173,7 +173,7 @@ def in_a_sentence(what: str, advice: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+    except (TypeError, RuntimeError, AttributeError, IndexError) as error:  # NotImplementedError is a RuntimeError
         reason = " ".join(str(error).split())[:200]
         raise QuellError(f"{what} failed with {type(error).__name__} ({reason}): {advice}") from error
 
