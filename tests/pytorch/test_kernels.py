@@ -187,7 +187,7 @@ def test_longer_units_change_no_norms_of_others(longest, cancel):
     short, long = Outer(g, a), Outer(*more)
     tokens = torch.randint(0, 9, (2, 130), device=DEVICE)
     behind = torch.nn.functional.pad(tokens, (0, longest - 130))
-    for found in (long, Rows(pieces.whole(short).float(), short.allowed), Rows(pieces.whole(long), long.allowed)):
+    for found in (long, Rows(short.flat, short.allowed), Rows(long.flat, long.allowed)):
         torch.testing.assert_close(norms_of([found])[0], short.norms(), rtol=1e-4 if cancel else 2e-5, atol=0)
     few, many = Tokens(g, tokens, 9, -1), Tokens(more[0], behind, 9, -1)
     torch.testing.assert_close(many.norms(), few.norms(), rtol=1e-6, atol=0)

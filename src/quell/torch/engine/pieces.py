@@ -132,6 +132,11 @@ class Outer:
     def of(self, units: slice) -> Outer:
         return Outer(self.g[units], self.a[units])
 
+    @property
+    def flat(self) -> Tensor:
+        """(units, elements of the weight) the per-unit gradients, in float32 or better."""
+        return _product(self.g, self.a).flatten(1)
+
 
 @dataclass(eq=False)
 class Tokens:
@@ -202,11 +207,13 @@ def whole(part: Outer, out: Tensor | None = None) -> Tensor:
 def kept(piece: Outer, shape: torch.Size) -> Piece:
     """The piece, or its per-unit gradients where those take less memory than what they are made from.
 
-    Both have the same norms up to rounding: which one it is depends on the longest unit of the batch.
+    Which one it is depends on the longest unit of the batch. So gradients are kept in float32: rounded to bfloat16 they
+    would change with it, by up to 2⁻⁹ of each.
     """
-    held = piece.g.numel() + piece.a.numel()
-    if piece.positions > 1 and shape.numel() * piece.units <= held * (_WORTH_MEMORY if kernels.take(piece.g) else 1):
-        return Rows(whole(piece).view(-1, *shape), piece.allowed)
+    size = piece.g.element_size()
+    held = (piece.g.numel() + piece.a.numel()) * size * (_WORTH_MEMORY if kernels.take(piece.g) else 1)
+    if piece.positions > 1 and shape.numel() * piece.units * max(4, size) <= held:
+        return Rows(piece.flat.view(-1, *shape), piece.allowed)
     return piece
 
 

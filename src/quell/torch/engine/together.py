@@ -18,7 +18,7 @@ from torch import Tensor
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import IN_A_ROW, Allowance, filled, stacked, wide, wide_type
 from quell.torch.engine.patches import Patches
-from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, norms_of_rows, whole
+from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, chunk_of, norms_of_rows
 
 _SMALL = 1 << 14  # numbers of a unit's gradient that are gathered with others
 
@@ -154,8 +154,8 @@ def merged(pieces: list[Piece]) -> list[Piece]:
     rows = [piece for piece in pieces if isinstance(piece, Rows)]
     outer = [piece for piece in pieces if isinstance(piece, Outer)]
     if rows and len(rows) + len(tokens) + len(outer) == len(pieces):  # some uses were so short that rows are kept
-        small: list[Rows | Tokens] = [*rows, *tokens]
-        made = [piece.flat for piece in small] + [whole(piece).flatten(1) for piece in outer]
+        small: list[Rows | Tokens | Outer] = [*rows, *tokens, *outer]
+        made = [piece.flat for piece in small]
         given = [piece.allowed for piece in rows] + [piece.allowed for piece in outer]
         allowed = [each for each in given if each is not None]
         total = torch.stack([values.float() for values in made]).sum(0)
