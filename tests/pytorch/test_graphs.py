@@ -437,6 +437,33 @@ def test_outputs_of_any_shape(replays):
     assert replays
 
 
+@pytest.mark.parametrize(
+    ("usual", "others"),
+    [
+        ("", ""),
+        ("max_split_size_mb:64", "max_split_size_mb:64,"),
+        ("expandable_segments:False,a:[1:2,3:4]", "a:[1:2,3:4],"),
+    ],
+)
+def test_memory_grows_while_a_pass_is_recorded_and_settings_come_back(usual, others, monkeypatch):
+    set_to = []
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": usual, "expandable_segments": False}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", set_to.append, raising=False)
+    with graphs._growing_segments():
+        assert set_to == [f"{others}expandable_segments:True"]
+    assert set_to[1:] == [f"{others}expandable_segments:False"]
+
+
+@pytest.mark.parametrize(("usual", "grow"), [("backend:cudaMallocAsync", False), ("expandable_segments:True", True)])
+def test_settings_of_ones_own_are_left_alone(usual, grow, monkeypatch):
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": usual, "expandable_segments": grow}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", pytest.fail, raising=False)
+    with graphs._growing_segments():
+        pass
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_bfloat16_autocast_and_every_kind_of_layer(replays):
     class Words(nn.Module):

@@ -218,7 +218,8 @@ class Recording:
         torch._C._cuda_clearCublasWorkspaces()
         # Meanwhile other threads use the device, such as one that pins the loader's batches, and torch asks whether
         # pinned memory is free again: by default either spoils a recording.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
+        captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed")
+        with _growing_segments(), captured:
             made = work()
         return graph, made
 
@@ -309,6 +310,27 @@ def _beside(stream: torch.cuda.Stream) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     current.wait_stream(stream)
+
+
+@contextmanager
+def _growing_segments() -> Iterator[None]:
+    """Let torch's allocator grow its segments meanwhile, where it can.
+
+    A recording's memory is held between steps. In segments of fixed size, what does not fit beside what is in use takes
+    one more segment: 446 instead of 346 MiB in all for a small ConvNet.
+    """
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # since torch 2.9
+    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    usual = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
+    if change is None or settings.get("expandable_segments", True) or any("backend" in each for each in usual):
+        yield
+        return
+    others = [each for each in usual if each and "expandable_segments" not in each]  # all are set at once
+    change(",".join([*others, "expandable_segments:True"]))
+    try:
+        yield
+    finally:
+        change(",".join([*others, "expandable_segments:False"]))
 
 
 @contextmanager

@@ -140,7 +140,8 @@ def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Te
         x, g, found[0], found[1], positions, width, -(-positions // parts), eps,
         CENTRED=centred, BLOCK=block, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
-    return found[0].sum(1), found[1].sum(1)
+    scales, shifts = found.sum(2)
+    return scales, shifts
 
 
 def channel_scale_gradients(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
