@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from quell.errors import QuellError
-from quell.torch import make_private
+from quell.torch import coupling, make_private
+from quell.torch.engine.check import _largest
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.probe import Probe, UncheckedLossWarning
 from quell.torch.tape import Watched
@@ -43,6 +44,30 @@ def three_steps(trio, loss=cross_entropy):
         assert type(x) is type(y) is torch.Tensor
     assert optimizer.run.guard._checked
     assert not optimizer.run.guard._why
+
+
+def test_tensors_are_compared_alike_in_slices_and_whole(monkeypatch):
+    """Against the plain formula in float64; the tolerance is a share of the largest number in all slices."""
+    random = torch.Generator().manual_seed(0)
+    one = torch.randn(5, 7, generator=random).bfloat16()
+    one[0, 0], one[1, :3] = 40.0, torch.tensor([torch.nan, torch.inf, -torch.inf])
+    other = one + 0.3 * torch.randn(5, 7, generator=random)
+    other[2, 0], other[1, 0] = torch.inf, torch.nan
+    for a, b in ((one, other), (one, other[0]), (one[:0], other[:0]), (one[0, 1], other[0, 1])):
+        wide_a, wide_b = torch.broadcast_tensors(a.double(), b.double())
+        finite = [values.where(values.isfinite(), 0.0).abs().amax() for values in (wide_a, wide_b) if values.numel()]
+        apart = (wide_a - wide_b).abs() > 0.01 * max(finite, default=0.0)
+        expected = apart | (wide_a.isnan() != wide_b.isnan()) | (wide_a.isinf() != wide_b.isinf())
+        for size in (1, 4, 1 << 22):
+            monkeypatch.setattr(coupling, "_AT_ONCE", size)
+            assert torch.equal(coupling.differ(a, b, 0.01), expected)
+
+
+def test_the_unit_with_the_largest_finite_gradients_is_looked_at():
+    gradients = [torch.randn(8, 3).bfloat16(), torch.randn(8, 2, 2)]
+    gradients[0][5], gradients[1][2] = 30.0, torch.inf
+    assert _largest(gradients, 8) == 5
+    assert _largest(gradients, 4) == 2
 
 
 # Losses that couple

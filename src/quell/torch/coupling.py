@@ -15,6 +15,7 @@ random states are left as they were. Three groups are tried.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from quell.torch.engine.bounds import wide
 from quell.torch.nested import tensors_in
 from quell.torch.tape import Tape
 
+_AT_ONCE = 1 << 22  # numbers that are compared at once
 _PER_EXAMPLE = (
     "compute one loss per example, from the model's outputs, and add these up (with loss_reduction='sum') or divide by "
     "the number of examples"
@@ -102,6 +104,7 @@ class CouplingTest:
             gradients.append(self._changed(base.gradients, way.gradients, base.used))
             if written := self._written(base, way):
                 return written
+            del way  # before the next one takes its memory
         if _in_both(*outputs[:2]):
             return self._mixes(ways)
         if _in_both(*gradients[:2]):
@@ -183,9 +186,16 @@ class CouplingTest:
 
 def differ(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
     """Where two tensors are apart by more than their rounding, as a share of the largest number in them."""
-    a, b = wide(a), b.to(a.device)
-    scale = torch.cat([value.nan_to_num(0.0, 0.0, 0.0).abs().reshape(-1) for value in (a, b.to(a.dtype))])
-    limit = tolerance * scale.amax() if scale.numel() else 0.0
+    a, b = torch.broadcast_tensors(a, b.to(a.device))
+    if not a.numel():
+        return torch.zeros_like(a, dtype=torch.bool)
+    parts = [value.reshape(-1).split(_AT_ONCE) for value in (a, b)]  # float32 copies of logits would be the peak
+    finite = (wide(part).nan_to_num(0.0, 0.0, 0.0) for part in itertools.chain(*parts))
+    limit = tolerance * torch.stack([part.abs().amax() for part in finite]).amax()
+    return torch.cat([_apart(wide(x), wide(y), limit) for x, y in zip(*parts, strict=True)]).view(a.shape)
+
+
+def _apart(a: Tensor, b: Tensor, limit: Tensor) -> Tensor:
     return ((a - b).abs() > limit) | (a.isnan() != b.isnan()) | (a.isinf() != b.isinf())
 
 

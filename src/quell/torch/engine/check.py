@@ -173,7 +173,10 @@ def _only(place: int, units: int, unit: int, gradient: Tensor | None) -> Tensor 
 
 def _largest(gradients: list[Tensor], units: int) -> int:
     """The unit with the largest gradients of the outputs that are finite: others have little to compare."""
-    sizes = torch.stack([g.detach().double().reshape(units, -1).square().sum(1) for g in gradients]).sum(0)
+    sizes = torch.zeros(units, dtype=torch.float64, device=gradients[0].device)
+    for gradient in gradients:  # unit by unit: logits in float64 would be the peak of the first steps
+        norms = [torch.linalg.vector_norm(own, dtype=torch.float64) for own in gradient.detach().chunk(units)]
+        sizes += torch.stack(norms).square().to(sizes.device)
     return int(sizes.nan_to_num(-1.0, -1.0, -1.0).argmax())
 
 
