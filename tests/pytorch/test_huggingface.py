@@ -292,10 +292,14 @@ def test_a_loss_of_ones_own_is_declared_per_example(plan, tmp_path):
         trainer_of(bert(), tmp_path, plan, kind=Summed)
 
 
-def test_checkpoints_are_not_published(plan, tmp_path):
+def test_training_losses_are_not_published(plan, tmp_path):
     trainer = trainer_of(bert(), tmp_path, plan)
-    trainer.args.push_to_hub, trainer.args.hub_strategy = True, "all_checkpoints"
-    assert any("would publish checkpoints, which can hold noise" in said for said in trainer._problems(trainer.args))
+    with pytest.raises(QuellError, match=r"push what is private, the model: trainer\.model\.push_to_hub"):
+        trainer.push_to_hub()
+    with pytest.raises(QuellError, match="lists training losses"):
+        trainer.create_model_card()
+    trainer.args.push_to_hub = True
+    assert any("training losses in its model card and logs" in said for said in trainer._problems(trainer.args))
 
 
 def test_a_loss_that_is_not_per_example_is_refused(plan, tmp_path):

@@ -67,7 +67,7 @@ class Audit:
         return {**plain, "broken": self.broken, "bound": vars(self.bound), "faults": list(self.faults)}
 
     def save(self, path: str | Path) -> None:
-        """Write the findings as JSON."""
+        """Write the findings as JSON. They are as secret as the data: they are computed from the noise itself."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n")
 
     def plot(self, path: str | Path | None = None) -> plots.Picture:

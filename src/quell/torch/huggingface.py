@@ -45,6 +45,11 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from quell.planning import Plan
 
+_PUBLISHES = (
+    "push_to_hub publishes the output folder, with training losses in its model card and logs, which are not private: "
+    "leave it out, and push what is private, the model: trainer.model.push_to_hub(name)"
+)
+
 
 class PrivateTrainer(Trainer):
     """A `Trainer` that keeps a plan's promise; `args.max_grad_norm` is what every example's gradient is clipped to.
@@ -209,6 +214,12 @@ class PrivateTrainer(Trainer):
             "every trial of a search is a run on the private data, and the plan's promise is for one: search on public "
             "data, or plan each trial and add the promises up"
         )
+
+    def push_to_hub(self, *arguments: Any, **options: Any) -> Any:
+        raise QuellError(_PUBLISHES)
+
+    def create_model_card(self, *arguments: Any, **options: Any) -> None:
+        raise QuellError("Trainer's model card lists training losses, which are not private: write one of your own")
 
     def _key_to_keep(self) -> dict[str, Any]:
         """A key file beside the output folder, so that checkpoints can be resumed; a new run makes a new one."""
@@ -387,11 +398,8 @@ class PrivateTrainer(Trainer):
             )
         if args.include_num_input_tokens_seen not in (False, "no"):
             yield "include_num_input_tokens_seen logs how long the private examples are: leave it out"
-        if args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower():
-            yield (
-                f"hub_strategy={str(args.hub_strategy)!r} would publish checkpoints, which can hold noise: use 'end' "
-                "or 'every_save', which publish the model"
-            )
+        if args.push_to_hub:
+            yield _PUBLISHES
 
 
 def _prepared_once(prepare: Any, *given: Any, **options: Any) -> Any:
