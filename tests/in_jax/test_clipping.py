@@ -106,6 +106,32 @@ def test_nor_within_a_large_micro_batch(units: int) -> None:
     assert np.linalg.norm(whole - without) <= 1 + (units + clipping.GROUP**2) * 2.0**-23
 
 
+def product(w: Any, x: Any, y: Any, total: Any) -> Any:
+    """Its gradient is what rounding leaves of x·y − total, which differs with and without a fused multiply-add."""
+    return jnp.mean((x * y - total - w) ** 2)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_is_added_is_what_was_measured(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA makes cheap gradients again for each use, rounded in another way: measured as 0, one moved a sum by 6.5."""
+
+    def moved(width: int, units: int) -> float:
+        random = np.random.default_rng(35)
+        x, y = random.uniform(1e4, 2e4, (2, units, width)).astype(np.float32)
+        sums = clipped_grad(product, 1.0)
+        alone = jnp.arange(units) == 0
+        whole = (jnp.zeros(width), (x, y, x * y), alone)
+        by = jax.jit(jax.vmap(sums)) if mapped else jax.jit(sums)  # a branch would become a selection under vmap
+        found = by(*jax.tree_util.tree_map(lambda leaf: leaf[None], whole) if mapped else whole)
+        return float(np.linalg.norm(np.asarray(found, np.float64)))
+
+    shapes = [(width, units) for width in (2, 3, 4) for units in (4, 8, 16, 32)]
+    assert max(moved(*shape) for shape in shapes) <= 1 + 1e-6
+    if not mapped and jax.default_backend() == "cpu":
+        monkeypatch.setattr(clipping, "_in_memory", lambda leaves: leaves)
+        assert max(moved(*shape) for shape in shapes) > 2
+
+
 def test_norms_of_many_elements() -> None:
     """One addition after the other would lose most of what follows a large square."""
     rows = np.full((1, 2**22), 1e-4, np.float32)

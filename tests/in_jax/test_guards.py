@@ -363,6 +363,9 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     assert 0 < report.epsilon_so_far <= plan.run.epsilon
     assert report.versions["jax"] == jax.__version__
     assert "philox, which is NOT secure" in str(report)
+    assert "must be clipped by the training loop, which nothing checks, to norm 1" in str(report)
+    with pytest.raises(QuellError, match=r"1 steps of this run were released already.*starting\(state\)"):
+        next(iter(batches(private, 60)))
     drawn, own = batches(private, 60), private.drawn
     assert own is not None
     assert len(drawn) == plan.steps
@@ -375,7 +378,7 @@ def test_report_and_batches_are_the_plans(plan: Plan) -> None:
     both = (other.init(PARAMS), state)  # two runs in one optimizer
     assert private.report(both).steps_done == 1
     np.testing.assert_array_equal(next(drawn.starting(both))[0], drawn[1][0])
-    for step, (indices, mask) in enumerate(drawn):
+    for step, (indices, mask) in enumerate(drawn.starting(0)):
         assert indices.shape == mask.shape == (12,)
         np.testing.assert_array_equal(indices[mask], own.at(step))
         np.testing.assert_array_equal(drawn[step][0], indices)

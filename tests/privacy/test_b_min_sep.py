@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from quell import strategy, workload
+from quell import QuellError, strategy, workload
 from quell.privacy.chain import ChainPair
 from quell.schemes import BMinSep
 from quell.strategy.structure import ToeplitzStrategy
@@ -72,3 +72,9 @@ def test_a_separation_of_one_step_is_poisson_sampling():
     scheme = BMinSep(20, 1, 0.1)
     built = strategy.build("identity", workload.prefix(20), scheme.participation)
     assert scheme.account(built) == Poisson(20, 0.1).account(built)
+
+
+def test_a_tree_over_few_steps_is_refused():
+    scheme = BMinSep(2, 2, 0.5)
+    with pytest.raises(QuellError, match="trees are not priced under b_min_sep"):
+        scheme.account(strategy.build("tree", workload.prefix(2), scheme.participation))

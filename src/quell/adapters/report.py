@@ -40,7 +40,8 @@ class PrivacyReport:
     `unit` more or less, an example or a user with all rows (`adjacency`), and need batches of what is `drawn`, formed
     as `sampling_assumption` says; there are `examples` of these, or users. Where the key is `seeded`, nothing is
     promised. `failure_probability` is that of Monte-Carlo accounting and is already included in
-    `delta`. `meaning` is what the whole run lets the best attacker find out. `generator` says what made the noise, and
+    `delta`. `clipped` says whether Quell clipped the gradients; otherwise the loop has to, and nothing checks it.
+    `meaning` is what the whole run lets the best attacker find out. `generator` says what made the noise, and
     against whom the promise holds with it.
     """
 
@@ -53,6 +54,7 @@ class PrivacyReport:
     mechanism: str
     noise_multiplier: float
     max_grad_norm: float
+    clipped: bool
     expected_batch_size: float
     bound: str
     steps_done: int
@@ -90,6 +92,7 @@ def privacy_report(
     key: Key,
     generator: str,
     max_grad_norm: float,
+    clipped: bool,
     step: int,
     released: int,
     framework: tuple[str, str],
@@ -102,6 +105,7 @@ def privacy_report(
         key: The key of the run.
         generator: What makes normals of the key, by name.
         max_grad_norm: What gradients are clipped to.
+        clipped: Whether Quell clips them.
         step: The step that is due.
         released: How many steps count as released, also those after the one that a checkpoint went back to.
         framework: Name and version of what the run is trained with.
@@ -121,6 +125,7 @@ def privacy_report(
         mechanism=describe(mechanism.strategy),
         noise_multiplier=mechanism.noise_multiplier,
         max_grad_norm=max_grad_norm,
+        clipped=clipped,
         expected_batch_size=batches.expected_size,
         bound=f"{words.method(guarantee)}, {guarantee.sensitivity.kind} sensitivity",
         steps_done=step,

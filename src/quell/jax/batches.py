@@ -17,6 +17,7 @@ from quell.errors import QuellError, require_count
 from quell.jax.given import number
 from quell.jax.private import Private
 from quell.jax.state import step_of
+from quell.noise.guard import ReleaseGuard
 from quell.schemes import Batches
 
 RARELY = 1e-12  # how likely any batch of a run may be larger than the chosen size
@@ -35,11 +36,20 @@ class PaddedBatches:
     size: int
     users: Owned | None = None
     run: tuple[int, ...] = ()  # its name, as its states have it
+    guard: ReleaseGuard | None = None  # of the run, which knows what was released
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "guard": None}  # which holds the key; workers that load data need neither
 
     def __len__(self) -> int:
         return len(self.drawn)
 
     def __iter__(self) -> Iterator[Padded]:
+        if self.guard is not None and self.guard.released:
+            raise QuellError(
+                f"{self.guard.released:,} steps of this run were released already: go on with the one that is due, "
+                "for indices, mask in batches(...).starting(state)"
+            )
         return self.starting(0)
 
     def __getitem__(self, step: int) -> Padded:
@@ -108,7 +118,8 @@ def batches(private: Private, examples: int, *, size: int | None = None, devices
     parts = require_count("devices", devices)
     if size is None:
         size = -(-_roomy(drawn) // parts) * parts
-    return PaddedBatches(drawn, require_count("size", size), users, tuple(private.host.name.tolist()))
+    host = private.host
+    return PaddedBatches(drawn, require_count("size", size), users, tuple(host.name.tolist()), host.guard)
 
 
 def _roomy(drawn: Batches) -> int:

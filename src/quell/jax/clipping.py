@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.custom_batching import sequential_vmap
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
@@ -180,7 +181,7 @@ def _clipped_sum(
     """The sum of the clipped gradients of these units, leaf by leaf, and their norms."""
     each = jax.vmap(jax.grad(loss), in_axes=(None, *[0] * len(units)))
     made = with_products(each, len(counts), refuse_collectives)(params, *units)
-    gradients = [leaf.astype(f32) for leaf in jax.tree_util.tree_leaves(made)]  # what is added up is what was measured
+    gradients = _in_memory([leaf.astype(f32) for leaf in jax.tree_util.tree_leaves(made)])
     unit = f32(2.0 ** math.frexp(bound)[1])  # norms are measured in this, so that squares neither overflow nor vanish
     squares = sum(_sum_of_squares(leaf.reshape(len(counts), math.prod(leaf.shape[1:])) / unit) for leaf in gradients)
     norms = jnp.sqrt(squares) * f32(RAISED)
@@ -194,6 +195,18 @@ def _clipped_sum(
 
     seen = jnp.where(sound, norms * unit, jnp.where(counts, f32(jnp.inf), f32(jnp.nan)))
     return [added(gradient) for gradient in gradients], seen
+
+
+@sequential_vmap
+def _in_memory(leaves: list[Array]) -> list[Array]:
+    """The same numbers, in memory before they are used, so that what is added up is what was measured.
+
+    Else XLA makes cheap gradients anew in every fusion that uses them, rounded in another way, which is all there is
+    where they cancel. It does so across an `optimization_barrier`, but not across a branch that it cannot decide.
+    """
+    never = jnp.sum(jnp.isfinite(min(leaves, key=jnp.size)), dtype=jnp.int32) < 0
+    held: list[Array] = lax.cond(never, lambda: [jnp.zeros_like(leaf) for leaf in leaves], lambda: leaves)
+    return held
 
 
 def _weighted_sum(factors: Array, rows: Array) -> Pair:

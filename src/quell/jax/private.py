@@ -66,7 +66,7 @@ class Private(optax.GradientTransformationExtraArgs):
         framework = ("jax", str(jax.__version__))
         norm = float(self.max_grad_norm or 0.0)
         made_by = self.host.generator
-        return privacy_report(self._mechanism, self.drawn, self.key, made_by, norm, step, released, framework)
+        return privacy_report(self._mechanism, self.drawn, self.key, made_by, norm, False, step, released, framework)
 
     def close(self) -> None:
         """Let go of the ledger and the log; no more steps are released."""

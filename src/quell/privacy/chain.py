@@ -22,6 +22,7 @@ import numpy as np
 
 from quell._types import Array
 from quell.analysis.sensitivity import Sensitivity, sensitivity
+from quell.errors import QuellError
 from quell.participation import Participation
 from quell.privacy import importance
 from quell.privacy.accountant import Accountant
@@ -200,8 +201,9 @@ class ChainAccountant(Accountant):
     @classmethod
     def of(cls, strategy: Strategy, sampling: Resting) -> ChainAccountant:
         """For a strategy with no more bands than the separation, which is for the scheme to check."""
+        if isinstance(strategy, TreeStrategy):  # which has fewer bands than the separation in runs of a few steps
+            raise QuellError("trees are not priced under b_min_sep: use balls_in_bins, which takes any C >= 0")
         slack = negative_slack(strategy, sampling.participation.count)
-        assert not isinstance(strategy, TreeStrategy), "a tree has as many bands as steps"
         return cls(_without_rounding(strategy) if slack else strategy, sampling, slack)
 
     @cached_property

@@ -95,6 +95,7 @@ def report_markdown(report: PrivacyReport) -> str:
     end, spent = at_least(report.epsilon_at_the_end), at_least(report.epsilon_so_far)
     delta, chance = words.number(report.delta), report.failure_probability
     unit = "example" if report.drawn == "example" else "user"
+    clipped = "is clipped to" if report.clipped else "must be clipped by the training loop, which nothing checks, to"
     warning = " ".join([words.SEEDED] * report.seeded + words.too_likely(report.delta, report.examples, report.drawn))
     rows = {
         "promise at the end": f"({end}, {delta})-DP after {report.steps:,} steps",
@@ -103,7 +104,7 @@ def report_markdown(report: PrivacyReport) -> str:
         "neighbours": report.adjacency,
         "sampling": f"{report.sampling}. {report.sampling_assumption}",
         "mechanism": f"{report.mechanism}, noise multiplier {words.noise(report.noise_multiplier)}",
-        "clipping": f"what {report.unit} adds to a step is clipped to norm {report.max_grad_norm:g}; sums are divided "
+        "clipping": f"what {report.unit} adds to a step {clipped} norm {report.max_grad_norm:g}; sums are divided "
         f"by {report.expected_batch_size:g}",
         "best attack": words.attacker(report.meaning, unit),
         _HIDDEN.lower(): hidden(report.sampling, report.drawn),

@@ -111,7 +111,7 @@ def attach(
 class GivenSums(Engine):
     """Clipped sums that the loop computed."""
 
-    clipping = "given"
+    clipping, clips = "given", False
     if_not_clipped = "clip every example's gradient before adding up"
 
     def flush(self) -> None:

@@ -252,6 +252,7 @@ class PrivateOptimizer(Optimizer):
             run.noise.key,
             run.noise.generator,
             self.max_grad_norm,
+            self._engine.clips,
             run.step,
             run.released,
             ("torch", str(torch.__version__)),
