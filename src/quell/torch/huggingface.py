@@ -103,9 +103,9 @@ class PrivateTrainer(Trainer):
         """The plan's batches; the optimizer becomes private with them, before Trainer goes on to use it."""
         if self._planned is None:
             given = super().get_train_dataloader()
-            if self.args.world_size > 1:  # without the sampler that deals examples out over processes
-                names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
-                given = DataLoader(**{name: getattr(given, name) for name in names})
+            # Without the sampler that deals examples out over processes, and what seeds workers by 32 bits.
+            names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
+            given = DataLoader(**{name: getattr(given, name) for name in names})
             private = {"max_grad_norm": self.args.max_grad_norm, **self._key_to_keep(), **self._private}
             optimizer = self.create_optimizer()
             if self.is_fsdp_enabled:  # accelerate shards the model first, and gives the optimizer its parameters
