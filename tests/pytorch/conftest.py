@@ -31,9 +31,9 @@ def small_plan(recommended: str = "bisr", alone: bool = False, **changes) -> Pla
 
 
 @cache
-def unpriced_poisson_plan() -> Plan:
+def unpriced_poisson_plan(examples: int = 12, batch_size: int = 1) -> Plan:
     """A plan with batches that are sometimes empty. Its noise is not calibrated for them: it promises nothing."""
-    plan = small_plan("identity", alone=True, examples=12, batch_size=1, epochs=2)
+    plan = small_plan("identity", alone=True, examples=examples, batch_size=batch_size, epochs=2)
     scheme = plan.prices.scheme(plan.mechanism.strategy, Poisson)
     mechanism = replace(plan.mechanism, claim=replace(plan.mechanism.guarantee, sampling="poisson", scheme=scheme))
     return Plan(plan.run, (mechanism,), 0)

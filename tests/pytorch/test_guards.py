@@ -225,8 +225,8 @@ def test_a_replay_starts_from_the_weights_and_options_of_the_checkpoint(plan):
     with pytest.raises(QuellError, match=r"lr of parameter group 0 was 0\.1 and is 0\.5"):
         train(model, optimizer, loader, steps=1)
     assert not again
-    torch.manual_seed(99)
-    optimizer.load_state_dict(state, replay=True)  # brings back the random numbers that dropout used
+    torch.manual_seed(99)  # decides nothing about dropout
+    optimizer.load_state_dict(state, replay=True)
     train(model, optimizer, loader, steps=3)
     assert all(torch.equal(a, b) for a, b in zip(sums, again, strict=True))
 

@@ -37,9 +37,8 @@ def save_checkpoint(
 ) -> None:
     """Save everything that a private run needs to go on, so that a crash at any moment leaves a whole checkpoint.
 
-    It has the model's weights, the optimizer's state, the noise's, the loader's position and the random numbers
-    of torch (CPU and GPU), NumPy and Python on every rank. Call it on all ranks. Keep the checkpoint as secret
-    as the key, and publish the model's state alone.
+    It has the model's weights, the optimizer's state, the noise's and the loader's position. Call it on all ranks. Keep
+    the checkpoint as secret as the key, and publish the model's state alone.
 
     Args:
         path: The file, which rank 0 writes. The one that it replaces becomes `path.before`.

@@ -30,7 +30,6 @@ from quell.torch.loader import PlannedLoader, PlannedSteps
 from quell.torch.losses import ExampleLosses, losses_for, next_token_losses, without_tokens_after_padding
 from quell.torch.padding import refuse_padding_that_counts
 from quell.torch.private import make_private
-from quell.torch.random_states import kept_states
 from quell.torch.sharding import dealt
 from quell.torch.shards import has_slices, read_slices, write_slices
 
@@ -109,9 +108,9 @@ class PrivateTrainer(Trainer):
         """The plan's batches; the optimizer becomes private with them, before Trainer goes on to use it."""
         if self._planned is None:
             given = super().get_train_dataloader()
-            if self.args.world_size > 1:  # without the sampler that deals examples out over processes
-                names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
-                given = DataLoader(**{name: getattr(given, name) for name in names})
+            # Without the sampler that deals examples out over processes, and what seeds workers by 32 bits.
+            names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
+            given = DataLoader(**{name: getattr(given, name) for name in names})
             private = {"max_grad_norm": self.args.max_grad_norm, **self._key_to_keep(), **self._private}
             optimizer = self.create_optimizer()
             if self.is_fsdp_enabled:  # accelerate shards the model first, and gives the optimizer its parameters
@@ -124,11 +123,6 @@ class PrivateTrainer(Trainer):
             self.optimizer._is_accelerate_prepared = True  # else accelerate would wrap it, and load a state to move it
             self.optimizer.step_was_skipped = False  # what Trainer asks of an optimizer that accelerate has prepared
         return self._planned
-
-    def evaluate(self, *arguments: Any, **options: Any) -> Any:
-        """As `Trainer.evaluate`. It leaves random numbers as they were: a resumed run may skip it."""
-        with kept_states():
-            return super().evaluate(*arguments, **options)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """The next planned step; how many tokens it has is not asked for, because the loss does not depend on it."""

@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import blake2b
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from quell.torch.augmentation import Augmentation
 from quell.torch.checks import PlanMismatchWarning
 from quell.torch.in_memory import IndexedAtOnce, indexed_at_once
 from quell.torch.nested import is_texts, leaves, mapped
+from quell.torch.random_states import seed_all
 from quell.torch.run import Portion, TrainingRun
 
 _KEPT = (
@@ -32,7 +33,6 @@ _KEPT = (
     "timeout",
     "worker_init_fn",
     "multiprocessing_context",
-    "generator",
     "prefetch_factor",
     "persistent_workers",
 )
@@ -79,7 +79,6 @@ class PlannedLoader(DataLoader[Any]):
     ) -> None:
         self.run = run
         self._loaded_step: int | None = None
-        self._seeds: bytes | None = None  # of the workers, where they are ours to choose
         dataset = dataset_of(data)
         given = data if isinstance(data, DataLoader) else None
         known = (None, 1, run.plan.run.batch_size)  # 1 is what a loader has that was given none
@@ -92,9 +91,7 @@ class PlannedLoader(DataLoader[Any]):
                 stacklevel=3,  # the caller of make_private or attach
             )
         kept = {} if given is None else {name: getattr(given, name) for name in _KEPT}
-        if kept.get("generator") is None:
-            kept["generator"] = torch.Generator()
-            self._seeds = run.noise.key.derive("quell workers")
+        kept["worker_init_fn"] = partial(_start_worker, kept.get("worker_init_fn"))
         collate = default_collate if given is None else given.collate_fn
         at_once = indexed_at_once(dataset) if collate is default_collate else None
         if at_once is not None:
@@ -126,24 +123,22 @@ class PlannedLoader(DataLoader[Any]):
             )
         self._loaded_step = None
         self.run.require_steps_left()
-        if self._seeds is not None:
-            # A loader draws a seed for its workers whenever it is started. Drawn from torch's global generator, that
-            # would give a resumed run, which starts its loader once more, other dropout masks than a straight one.
-            step = self.run.step.to_bytes(8, "little")
-            digest = blake2b(step, digest_size=8, key=self._seeds).digest()
-            self.generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        with self._planned.announcing() as planned:
-            return self._received(super().__iter__(), planned)
+        self.run.seed(f"of workers from step {self.run.step}, rank {self.run.rank}")  # their seed is drawn from these
+        ahead: deque[Portion] = deque()
+        with self._planned.noting(ahead.append if self.num_workers else self.run.receive):
+            return self._received(super().__iter__(), ahead)
 
-    def _received(self, items: Iterator[Any], planned: deque[Portion]) -> Iterator[Any]:
-        """The items, each noted when the loop gets it: workers fetch ahead, and that is nobody's step."""
+    def _received(self, items: Iterator[Any], ahead: deque[Portion]) -> Iterator[Any]:
+        """The items. Workers fetch ahead, and that is nobody's step: what they bring is noted when the loop gets it."""
         for item in items:
-            portion = planned.popleft()
-            self.run.receive(portion)
+            if ahead:
+                self.run.receive(ahead.popleft())
             if self._augmentation is not None:
                 item = self._augmentation(item)
+            due = self.run.unfinished.received
+            assert due is not None
             if self.run.guard is not None:
-                self.run.guard.watch(item, portion.rows)
+                self.run.guard.watch(item, due.rows)
             yield item
 
     @property
@@ -190,8 +185,8 @@ class PlannedSteps:
 class PlannedSampler(Sampler[Any]):
     """This rank's indices of each batch, in physical portions if asked.
 
-    Whoever starts it starts the due step anew. Under a loader that is not ours, such as the one that Opacus's
-    BatchMemoryManager makes, portions count as received when they are drawn; then workers cannot fetch ahead.
+    Whoever starts it starts the due step anew. Portions count as received when they are drawn, unless a loader of ours
+    has workers. Those of another loader, such as the one that Opacus's BatchMemoryManager makes, cannot fetch ahead.
     Where a portion is `never_empty`, one without examples has one that counts for nobody: the ranks of a sharded model
     run it together.
     """
@@ -214,18 +209,18 @@ class PlannedSampler(Sampler[Any]):
             self.physical = _usual_size(run)
         self._stream: Iterator[Any] = iter(())
         self._stream_step = -1  # the step whose batch `_stream` gives next
-        self._announced: deque[Portion] | None = None
+        self._note: Callable[[Portion], None] | None = None
         self.for_any_loader = True
         self.as_array = False  # whether indices stay an array, which is uploaded faster; other data sets expect a list
 
     @contextmanager
-    def announcing(self) -> Iterator[deque[Portion]]:
-        """What an iteration that is started meanwhile draws, for a loader that notes by itself what is received."""
-        self._announced = deque()
+    def noting(self, note: Callable[[Portion], None]) -> Iterator[None]:
+        """An iteration that is started meanwhile is our loader's, and tells `note` what it draws."""
+        self._note = note
         try:
-            yield self._announced
+            yield
         finally:
-            self._announced = None
+            self._note = None
 
     def __len__(self) -> int:
         """Items per epoch; with a physical batch size, about so many."""
@@ -233,12 +228,12 @@ class PlannedSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.run.restart_step()
-        if self._announced is None and not self.for_any_loader:
+        if self._note is None and not self.for_any_loader:
             raise QuellError(
                 "another loader than make_private's draws the batches, and would leave out augment: pass "
                 "physical_batch_size= to make_private instead of using a BatchMemoryManager"
             )
-        return self._draw(self.run.receive if self._announced is None else self._announced.append)
+        return self._draw(self._note or self.run.receive)
 
     def _draw(self, note: Callable[[Portion], None]) -> Iterator[Any]:
         run = self.run
@@ -265,6 +260,13 @@ class PlannedSampler(Sampler[Any]):
             self._stream, self._stream_step = self.run.batches.starting(step), step
         self._stream_step += 1
         return next(self._stream)
+
+
+def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
+    """Seed a worker by the whole of its number, of which torch takes 32 bits, and do what the user's function does."""
+    seed_all(torch.initial_seed().to_bytes(8, "little"))
+    if given is not None:
+        given(worker)
 
 
 def _usual_size(run: TrainingRun) -> int:

@@ -26,7 +26,6 @@ from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
 from quell.torch.distributed import gather, sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.joined import parts_of
-from quell.torch.random_states import random_states, set_random_states
 from quell.torch.replay import Start, digest, options
 from quell.torch.run import TrainingRun, Unfinished
 from quell.torch.sharding import set_gradient, shard_state, whole
@@ -170,7 +169,7 @@ class PrivateOptimizer(Optimizer):
         torch._foreach_div_([parameter.grad for parameter in self._trained], self.expected_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, the noise's and all random numbers', of all ranks: call it on all of them."""
+        """The wrapped optimizer's state and the noise's, of all ranks: call it on all of them."""
         state: dict[str, Any] = pytree.tree_map(whole, self.sharded_state_dict())
         noise = state["quell"]["noise"]
         state["quell"]["noise"] = gather(noise.value) if isinstance(noise, EveryRanks) else noise
@@ -188,7 +187,6 @@ class PrivateOptimizer(Optimizer):
         own = {
             "weights": digest(self._trained),
             "gradients": self._engine.settings(),
-            "random": random_states(),
             "averages": None if self._averages is None else self._averages.state_dict(),
             "canaries": None if self.run.planted is None else self.run.planted.state_dict(),
             "noise": EveryRanks(noise) if self._engine.sharded and noise["buffers"] is not None else [noise],
@@ -198,9 +196,9 @@ class PrivateOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], *, replay: bool = False) -> None:
         """Go on from a checkpoint of the same plan, data and key, at any world size.
 
-        Random numbers (torch's, NumPy's, Python's) go on as they did then. After a crash the checkpoint is older than
-        the steps that were released. `replay=True` lets them come again, and checks that they are the same: batches
-        are; the model's state is yours to load, before the next step.
+        After a crash the checkpoint is older than the steps that were released. `replay=True` lets them come again, and
+        checks that they are the same: batches and random numbers (torch's, NumPy's, Python's) are; the model's state is
+        yours to load, before the next step.
         """
         if "quell" not in state_dict:
             raise QuellError("this is not the state of a private optimizer: pass what its state_dict() returned")
@@ -218,7 +216,6 @@ class PrivateOptimizer(Optimizer):
         if replay and self.run.released > self.run.step:
             groups = [options(group) for group in state_dict["param_groups"]]
             self._to_replay = Start(own["weights"], own.get("gradients", {}), groups)
-        set_random_states(own["random"])
         plain = {name: value for name, value in state_dict.items() if name != "quell"}
         self.original_optimizer.load_state_dict(plain)
         shard_state(self.original_optimizer)

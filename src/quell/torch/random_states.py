@@ -1,20 +1,21 @@
-"""The random numbers that a loop draws on: torch's on CPU and GPUs, NumPy's and Python's, all of every rank.
+"""The random numbers that a loop draws on: torch's on CPU and GPUs, NumPy's and Python's.
 
-They are in every checkpoint and come back with it, so that steps that come again see the same dropout masks and the
-same augmentation. Generators that a user makes (`np.random.default_rng()`, `torch.Generator()`) are the user's to save.
+A run seeds them from its key for each part of a step (`TrainingRun.seed`). Generators that a user makes
+(`np.random.default_rng()`, `torch.Generator()`) are the user's own.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import shake_256
 from typing import Any
 
 import numpy as np
 import torch
 
-from quell.torch.distributed import gather, world
+_WORDS = 624  # of 32 bits, that a Mersenne twister holds
 
 
 def own_states() -> dict[str, Any]:
@@ -50,13 +51,17 @@ def kept_states(begin: dict[str, Any] | None = None) -> Iterator[None]:
         set_own_states(before)
 
 
-def random_states() -> list[dict[str, Any]]:
-    """The states of all ranks, in their order. Call it on all ranks."""
-    return gather(own_states())
-
-
-def set_random_states(saved: Sequence[dict[str, Any]]) -> None:
-    """Go on with this rank's numbers; with another number of ranks than were saved, sums differ anyway."""
-    rank, size = world()
-    if len(saved) == size:
-        set_own_states(saved[rank])
+def seed_all(secret: bytes) -> None:
+    """Let all random numbers follow from the secret, whatever was drawn before."""
+    words = np.frombuffer(shake_256(secret).digest(4 * _WORDS + 72), dtype="<u4").astype(np.uint32)
+    own, numpy, python, short = np.split(words, [_WORDS, _WORDS + 8, _WORDS + 16])
+    np.random.seed(numpy)
+    random.seed(python.tobytes())
+    number = int(short.view(np.uint64)[0])
+    torch.default_generator.manual_seed(number)
+    # Of that number torch's generator of the CPU uses 32 bits, which can all be tried out: it gets its words whole.
+    state = torch.get_rng_state()
+    state.view(torch.int64)[3 : 3 + _WORDS] = torch.from_numpy(own.astype(np.int64))
+    torch.set_rng_state(state)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)

@@ -19,6 +19,7 @@ from quell.errors import QuellError
 from quell.schemes import Batches
 from quell.torch.distributed import gather
 from quell.torch.noise import CorrelatedNoise
+from quell.torch.random_states import seed_all
 
 if TYPE_CHECKING:
     from quell.planning import Mechanism, Plan
@@ -135,7 +136,11 @@ class TrainingRun:
             self.charge = None
 
     def release(self, sums: list[Tensor], gathered: Unfinished) -> None:
-        """Add the due step's row of noise to the sums over all ranks, and tell those who look at releases."""
+        """Add the due step's row of noise to the sums over all ranks, and tell those who look at releases.
+
+        Then random numbers begin anew: where they stand tells how many rows the step had, and what a loop saves or
+        publishes of them must not.
+        """
         step = self.step
         if self.watch is not None:
             self.watch.before_noise()
@@ -144,6 +149,11 @@ class TrainingRun:
             self.watch.after_noise(sums, gathered.norms)
         if self.planted is not None:
             self.planted.find(step, sums, gathered)
+        self.seed(f"after step {step}")
+
+    def seed(self, use: str) -> None:
+        """Let all random numbers follow from the key: nobody knows them, and no earlier batch's size moves them."""
+        seed_all(self.noise.key.derive(f"quell random numbers {use}"))
 
     def close(self) -> None:
         """Let go of the ledger and the log; no more steps are released."""
@@ -157,7 +167,11 @@ class TrainingRun:
         self.forget_gradients()
 
     def receive(self, portion: Portion) -> None:
-        """Note that the loop has this portion now; refused where one before it was passed over."""
+        """Note that the loop has this portion now, and seed what it draws; refused where one before it was passed over.
+
+        If an example is not in the data, those after it move to other places of the batch, which then have other random
+        numbers. Numbers of all places are alike, and nobody knows them, so that tells nothing.
+        """
         waiting = self.unfinished.received
         if waiting is not None and waiting != portion:  # the same one again is only another look at it
             self.restart_step()
@@ -174,6 +188,7 @@ class TrainingRun:
                 "loader`), which then goes on with the step that is due"
             )
         self.unfinished.received = portion
+        self.seed(f"of step {portion.step}, part {portion.number}, rank {self.rank}")
 
     def require_same_rates(self, rates: list[float]) -> None:
         """Refuse a learning rate that changes between the parts of a batch: a schedule counts steps, not parts."""
