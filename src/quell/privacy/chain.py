@@ -22,7 +22,6 @@ import numpy as np
 
 from quell._types import Array
 from quell.analysis.sensitivity import Sensitivity, sensitivity
-from quell.errors import QuellError
 from quell.participation import Participation
 from quell.privacy import importance
 from quell.privacy.accountant import Accountant
@@ -30,7 +29,7 @@ from quell.privacy.bins import convolve, correlate, negative_slack
 from quell.privacy.gaussian import gaussian_delta
 from quell.privacy.guarantee import Certificate
 from quell.privacy.tilting import Draws, Key, Proposal, Tilt, sampling_free
-from quell.strategy.structure import BandedStrategy, Strategy, ToeplitzStrategy, TreeStrategy
+from quell.strategy.structure import BandedStrategy, ToeplitzStrategy
 
 _ROUGH, _CAREFUL = 256, 1024  # pilot draws per proposal
 
@@ -199,10 +198,8 @@ class ChainAccountant(Accountant):
     slack: float
 
     @classmethod
-    def of(cls, strategy: Strategy, sampling: Resting) -> ChainAccountant:
+    def of(cls, strategy: ToeplitzStrategy | BandedStrategy, sampling: Resting) -> ChainAccountant:
         """For a strategy with no more bands than the separation, which is for the scheme to check."""
-        if isinstance(strategy, TreeStrategy):  # which has fewer bands than the separation in runs of a few steps
-            raise QuellError("trees are not priced under b_min_sep: use balls_in_bins, which takes any C >= 0")
         slack = negative_slack(strategy, sampling.participation.count)
         return cls(_without_rounding(strategy) if slack else strategy, sampling, slack)
 

@@ -20,7 +20,7 @@ from quell.schemes.batches import Batches
 from quell.schemes.poisson import Poisson
 from quell.schemes.randomness import Indices, coin_flips, unit_interval, words
 from quell.schemes.scheme import Scheme
-from quell.strategy.structure import Strategy
+from quell.strategy.structure import Strategy, TreeStrategy
 
 _BLOCK = 1 << 20
 
@@ -116,4 +116,6 @@ class BMinSep(Scheme):
             )
         if self.separation == 1:  # nobody waits: independent coins, and an accountant that does not draw
             return Poisson(self.steps, self.rate).account(strategy)
+        if isinstance(strategy, TreeStrategy):  # which has fewer bands than the separation in runs of a few steps
+            raise QuellError("trees are not priced under b_min_sep: use balls_in_bins, which takes any C >= 0")
         return ChainAccountant.of(strategy, self)
