@@ -668,10 +668,13 @@ def test_a_plan_is_one_line_where_it_is_not_printed():
 
 
 @pytest.mark.parametrize("epsilon", [400, 720, 1e4])
-def test_an_epsilon_beyond_what_random_batches_are_priced_for(epsilon):
-    """It ended in an OverflowError, or in a sentence about the sampling."""
+def test_an_epsilon_beyond_what_random_batches_are_priced_for(epsilon, tmp_path):
+    """It ended in an OverflowError, or in a sentence about the sampling; and the plan could not be saved."""
     options = {"examples": 200, "batch_size": 20, "epochs": 1, "epsilon": epsilon, "memory": 0, "draws": 1}
-    assert quell.plan(**options).mechanism.sampling == "cyclic"
+    fixed = quell.plan(**options)
+    assert fixed.mechanism.sampling == fixed.prices.dpsgd.sampling == "cyclic"
+    fixed.save(tmp_path / "plan.json")
+    assert all(check.holds for check in quell.verify(tmp_path / "plan.json"))
     for sampling in ("poisson", "balls_in_bins"):
         with pytest.raises(QuellError, match=f"epsilon={epsilon:g}, .* is beyond what random batches are priced for"):
             quell.plan(**options, sampling=sampling)

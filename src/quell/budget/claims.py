@@ -63,7 +63,7 @@ def search_claim(trials: Trials | int, kinds: Sequence[Kind], delta: float) -> C
         profile = repeated(worst_of(profiles, delta), trials, delta)
         epsilon = Together((Charge(profile, math.inf, delta),)).epsilon(delta)
     if not math.isfinite(epsilon):
-        raise QuellError(f"no ε is known for this search at δ = {delta:g}: give its trials a smaller delta")
+        raise QuellError(f"no ε is known for this search at δ = {delta:g}: give its trials a smaller epsilon or delta")
     content = {"trials": as_plain(trials), "delta": delta, "plans": plans}
     return Claim(unit, epsilon, delta, profile, content)
 

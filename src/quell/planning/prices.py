@@ -60,12 +60,7 @@ class Prices:
         Returns:
             The mechanism; raises `QuellError` if the noise cannot be certified.
         """
-        if kind is None:
-            if not (options := self.kinds_for(strategy)):
-                raise QuellError(
-                    f"{strategy!r} goes with none of the allowed schemes ({self.run.sampling}): allow more of them"
-                )
-            kind = min(options, key=lambda each: self._about(strategy, each)) if len(options) > 1 else options[0]
+        kind = kind or self._best_kind(strategy)
         promise, scheme = self.run.promise, self.scheme(strategy, kind)
         if noise is None:
             claim = privacy.calibrate(strategy, scheme, promise.epsilon, promise.delta, comparisons, near)
@@ -109,10 +104,7 @@ class Prices:
     def dpsgd(self) -> Mechanism:
         """DP-SGD: independent noise under the same promise and the best of the allowed schemes, estimated."""
         independent = self.build(INDEPENDENT.name)
-        return min(
-            (self.estimate(independent, kind) for kind in self.kinds_for(independent)),
-            key=lambda mechanism: mechanism.noise_multiplier,
-        )
+        return self.estimate(independent, self._best_kind(independent))
 
     @cached_property
     def lower_bound(self) -> float:
@@ -139,10 +131,19 @@ class Prices:
             "mechanisms": [mechanism.as_dict(self.run.objective) for mechanism in mechanisms],
         }
 
+    def _best_kind(self, strategy: Strategy) -> type[Scheme]:
+        """The allowed scheme under which a strategy needs the least noise."""
+        options = self.kinds_for(strategy)
+        if not options:
+            raise QuellError(
+                f"{strategy!r} goes with none of the allowed schemes ({self.run.sampling}): allow more of them"
+            )
+        return min(options, key=lambda each: self._about(strategy, each)) if len(options) > 1 else options[0]
+
     def _about(self, strategy: Strategy, kind: type[Scheme]) -> float:
         try:
             return self.estimate(strategy, kind).noise_multiplier
-        except QuellError:  # the two do not go together
+        except QuellError:  # the two do not go together, or ε is out of the scheme's reach
             return float("inf")
 
     def with_claim(self, strategy: Strategy, claim: Guarantee | Estimate) -> Mechanism:
