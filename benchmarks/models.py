@@ -1,5 +1,5 @@
 """The models whose private steps are timed, and data of their shapes: decoders, also with LoRA, a ViT, a small text
-classifier, two CNNs."""
+classifier, three CNNs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+from networks import resnet9
 from training import convnet
 
 try:
@@ -24,7 +25,7 @@ except ImportError:  # then a layer like peft's, below
 
 
 LORA = "a layer like peft's" if LoraConfig is None else "peft"
-NAMES = ("decoder135", "vit", "decoder1b", "lora1b", "convnet", "cnn", "transformer")
+NAMES = ("decoder135", "vit", "decoder1b", "lora1b", "convnet", "cnn", "resnet9", "transformer")
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ def task_of(name: str, device: str, batch: int | None, tiny: bool) -> Task:
     """The task of that name: its usual batch and size, or hardly any."""
     cuda = device == "cuda"
     usual = {"decoder135": 32, "vit": 128, "decoder1b": 16, "lora1b": 16, "transformer": 32 if cuda else 8}
+    usual["resnet9"] = 2500 if cuda else 64
     rows = batch or (2 if tiny else usual.get(name, 512 if cuda else 64))
-    if name in ("convnet", "cnn"):
-        return Task(name, device, rows, paper_convnet if name == "convnet" else cnn, (3, 32, 32), 0, 10)
+    if name in IMAGES:
+        return Task(name, device, rows, IMAGES[name], (3, 32, 32), 0, 10)
     if name == "transformer":
         size = Size(1, 16, 2, 8, 50) if tiny else Size(6, 512, 8, 128 if cuda else 32, 2000)
         return Task(name, device, rows, lambda: TextClassifier(size), (size.positions,), size.vocabulary, 10)
@@ -173,6 +175,9 @@ def paper_convnet() -> nn.Module:
     """The ConvNet of experiments/cifar10.py."""
     with torch.device("cpu"):
         return convnet(seed=0, he=True)
+
+
+IMAGES = {"convnet": paper_convnet, "cnn": cnn, "resnet9": lambda: resnet9(seed=0)}  # of 32×32 pixels
 
 
 class LoRALinear(nn.Module):

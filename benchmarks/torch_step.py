@@ -62,11 +62,12 @@ HOOKS, GHOST = "Opacus hooks", "Opacus ghost"
 OPACUS = {  # who takes part with which models
     "convnet": (HOOKS, GHOST),
     "cnn": (HOOKS, GHOST),
+    "resnet9": (HOOKS,),
     "transformer": (HOOKS, GHOST),
     "vit": (HOOKS,),
     "decoder135": (HOOKS,),
 }
-DEFAULTS = {"cuda": "decoder135,vit,decoder1b,lora1b,convnet,cnn", "cpu": "convnet,cnn,transformer"}
+DEFAULTS = {"cuda": "decoder135,vit,decoder1b,lora1b,convnet,cnn,resnet9", "cpu": "convnet,cnn,transformer"}
 GOALS = {  # on a GPU: step and memory
     "decoder135": (1.45, 1.1),
     "vit": (1.35, 1.1),
