@@ -192,7 +192,8 @@ def test_units_of_several_devices_are_clipped_apart(check_vma: bool) -> None:
 
     parts = (P(), P("d"), P("d"))
     shared = jax.jit(jax.shard_map(together, mesh=mesh, in_specs=parts, out_specs=P(), check_vma=check_vma))
-    close(shared(PARAMS, (X[:8], Y[:8]), mask), by_hand(X[:8][mask], Y[:8][mask], 0.7))
+    params = {**PARAMS, "none": np.zeros(0, np.float32)}
+    close(shared(params, (X[:8], Y[:8]), mask), by_hand(X[:8][mask], Y[:8][mask], 0.7))
 
 
 @pytest.mark.slow
