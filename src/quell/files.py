@@ -71,8 +71,7 @@ def require_writable(*wanted: tuple[Path | None, Kind]) -> None:
             continue
         if path.is_dir():
             raise QuellError(f"cannot write {path}: it is a folder; give the name of a file")
-        if not path.parent.is_dir():
-            raise QuellError(f"cannot write {path}: there is no folder {path.parent}")
+        require_folder(path)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise QuellError(f"cannot write {path}: you have no permission; choose another folder")
         if path.exists() and not path.is_file():
@@ -81,6 +80,12 @@ def require_writable(*wanted: tuple[Path | None, Kind]) -> None:
             raise QuellError(
                 f"cannot write {path}: it exists and is not {kind.name}, so it is not replaced: give another name"
             )
+
+
+def require_folder(path: Path) -> None:
+    """Refuse a file whose folder is not there."""
+    if not path.parent.is_dir():
+        raise QuellError(f"cannot write {path}: there is no folder {path.parent}; make it first")
 
 
 @contextmanager
