@@ -360,3 +360,26 @@ def test_a_bar_of_one_piece_of_work_only_shows_that_it_goes_on(monkeypatch):
         advance(0, 1, "certifying")
         advance(1, 2, "writing")
     assert bars == [(3, 7, "searching"), (0, None, "certifying"), (1, 2, "writing")]
+
+
+def test_commands_replace_what_they_wrote_and_nothing_else(tmp_path):
+    """And what is refused is refused before the work."""
+    row = ["price", "identity", *DATA, "--sampling", "cyclic", "--save"]
+    swept = ["compare", "bisr", "--bands", "2,4", *RUN, "--plot"]
+    plots = [(swept, f"a.{kind}") for kind in ("png", "svg", "pdf")]
+    for command, name in [(row, "a.npz"), ([*PLAN, "--save"], "a.json"), ([*PLAN, "--html"], "a.html"), *plots]:
+        path = tmp_path / name
+        path.write_bytes(b"")  # as mktemp leaves it
+        for _ in range(2):
+            quell(*command, str(path))
+        written = path.read_bytes()
+        assert len(written) > 1000
+        other = tmp_path / f"mine-{name}"
+        other.write_bytes(b"mine")
+        with pytest.raises(QuellError, match=f"cannot write .*mine-{name}: it exists and is not a .* of Quell"):
+            quell(*command, str(other))
+        assert other.read_bytes() == b"mine"
+    with pytest.raises(QuellError, match="it exists and is not a page of Quell"):
+        quell(*PLAN, "--html", str(tmp_path / "a.json"))
+    with pytest.raises(QuellError, match="is a pipe or a device"):
+        quell(*PLAN, "--save", "/dev/null")

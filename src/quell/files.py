@@ -12,8 +12,9 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,17 +37,55 @@ DAMAGED_ARRAYS = (
 )
 
 
-def require_writable(paths: Iterable[Path | None]) -> None:
-    """Refuse paths that cannot be written, before anything long is computed. None stands for a file nobody wants."""
-    for path in paths:
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file that commands write, known by a mark in its first bytes that hardly any other file has."""
+
+    name: str
+    mark: str
+    within: int = 1 << 24
+
+    def holds(self, path: Path) -> bool:
+        """Whether the file at `path` is of this kind, or empty: nobody misses it."""
+        try:
+            with open(path, "rb") as file:
+                content = file.read(self.within)
+        except OSError:  # it may be written and not be read
+            return False
+        return not content or self.mark.encode() in content
+
+
+PLAN = Kind("a plan of Quell", '"format": "quell-plan"', within=40)
+PAGE = Kind("a page of Quell", "Made by Quell")
+PLOT = Kind("a plot of Quell", "Drawn by Quell")
+PREDICTIONS = Kind("a table of predictions", "class,probability\r\n", within=19)
+
+
+def require_writable(*wanted: tuple[Path | None, Kind]) -> None:
+    """Refuse paths that cannot be written, before anything long is computed. None stands for a file nobody wants.
+
+    A file that is there already is replaced only if it is of the same kind: everything else may be somebody's work.
+    """
+    for path, kind in wanted:
         if path is None:
             continue
         if path.is_dir():
             raise QuellError(f"cannot write {path}: it is a folder; give the name of a file")
-        if not path.parent.is_dir():
-            raise QuellError(f"cannot write {path}: there is no folder {path.parent}")
+        require_folder(path)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise QuellError(f"cannot write {path}: you have no permission; choose another folder")
+        if path.exists() and not path.is_file():
+            raise QuellError(f"cannot write {path}: it is a pipe or a device; give the name of a file")
+        if path.exists() and not kind.holds(path):
+            raise QuellError(
+                f"cannot write {path}: it exists and is not {kind.name}, so it is not replaced: give another name"
+            )
+
+
+def require_folder(path: Path) -> None:
+    """Refuse a file whose folder is not there."""
+    if not path.parent.is_dir():
+        raise QuellError(f"cannot write {path}: there is no folder {path.parent}; make it first")
 
 
 @contextmanager

@@ -132,6 +132,23 @@ def test_what_is_added_is_what_was_measured(mapped: bool, monkeypatch: pytest.Mo
         assert max(moved(*shape) for shape in shapes) > 2
 
 
+@pytest.mark.parametrize("constant", ["unused", "linear", "empty"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_also_where_gradients_are_constants(constant: str, mapped: bool) -> None:
+    """XLA knows those while it compiles, so what depends on them alone holds nothing: one moved a sum by 8."""
+
+    def with_more(params: Any, x: Any, y: Any, total: Any) -> Any:
+        return product(params["w"], x, y, total) + (0.001 * params["b"] if constant == "linear" else 0)
+
+    x, y = np.random.default_rng(35).uniform(1e4, 2e4, (2, 4, 3)).astype(np.float32)
+    params = {"w": jnp.zeros(3), "b": jnp.zeros((0,) if constant == "empty" else ())}
+    given = (params, (x, y, x * y), jnp.arange(4) == 0)
+    sums = clipped_grad(with_more, 1.0)
+    by = jax.jit(jax.vmap(sums)) if mapped else jax.jit(sums)
+    found = by(*jax.tree_util.tree_map(lambda leaf: leaf[None], given) if mapped else given)
+    assert np.linalg.norm([np.linalg.norm(np.asarray(leaf, np.float64)) for leaf in found.values()]) <= 1 + 1e-6
+
+
 def test_norms_of_many_elements() -> None:
     """One addition after the other would lose most of what follows a large square."""
     rows = np.full((1, 2**22), 1e-4, np.float32)
@@ -175,7 +192,8 @@ def test_units_of_several_devices_are_clipped_apart(check_vma: bool) -> None:
 
     parts = (P(), P("d"), P("d"))
     shared = jax.jit(jax.shard_map(together, mesh=mesh, in_specs=parts, out_specs=P(), check_vma=check_vma))
-    close(shared(PARAMS, (X[:8], Y[:8]), mask), by_hand(X[:8][mask], Y[:8][mask], 0.7))
+    params = {**PARAMS, "none": np.zeros(0, np.float32)}
+    close(shared(params, (X[:8], Y[:8]), mask), by_hand(X[:8][mask], Y[:8][mask], 0.7))
 
 
 @pytest.mark.slow

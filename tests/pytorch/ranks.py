@@ -123,6 +123,30 @@ def disagreeing(folder: Path) -> None:
     torch.save(said, folder / f"disagreement {rank}.pt")
 
 
+def unopened(folder: Path) -> None:
+    """Files that rank 0 alone opens, and cannot: every rank says so, and none waits for the others."""
+    rank = dist.get_rank()
+    broken, loaded = folder / "broken", folder / "loaded.key"
+    if rank == 0:
+        broken.mkdir()
+        Key.generate().save(loaded)
+    dist.barrier()
+    said = {}
+    for name, options in {
+        "key": {"key": folder / "nowhere" / "run.key"},
+        "ledger": {"ledger": broken},
+        "budget": {"budget": folder / "no budget"},
+        "loaded": {"key": Key.load(loaded), "budget": folder / "no budget"},
+    }.items():
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            make_private(model, optimizer, examples(), small_plan("identity", alone=True), **options)
+        except QuellError as error:
+            said[name] = str(error)
+    torch.save(said, folder / f"unopened {rank}.pt")
+
+
 def replaying(folder: Path, name: str) -> None:
     """Dropout on every rank, a key in a file: from a checkpoint of all ranks the same steps come again, or none do."""
     rank = dist.get_rank()
@@ -161,6 +185,12 @@ def replaying(folder: Path, name: str) -> None:
             before, now = weights(first[0]), weights(again[0])
             said.append(all(torch.equal(before[key], now[key]) for key in before))
         again[1].close()
+    again = start(100)
+    try:
+        again[1].load_state_dict(saved["optimizer"])
+    except QuellError as error:  # rank 0's, whose ledger knows of the later steps
+        said.append(str(error))
+    again[1].close()
     torch.save(said, folder / f"replay {name} {rank}.pt")
 
 
@@ -200,6 +230,7 @@ def live(folder: Path, rank: int, world: int) -> None:
         audited(folder, name)
     if world == 2:
         disagreeing(folder)
+        unopened(folder)
         for name in ("ddp", "fsdp"):
             replaying(folder, name)
     dist.destroy_process_group()

@@ -80,12 +80,23 @@ def test_ranks_with_different_arguments_refuse_to_start(worlds):
         assert "some trained parameters are sharded and others are not" in half_sharded
 
 
+def test_what_rank_0_cannot_open_is_an_error_on_every_rank(worlds):
+    first, second = (torch.load(worlds[2] / f"unopened {rank}.pt") for rank in (0, 1))
+    assert list(first) == list(second) == ["key", "ledger", "budget", "loaded"]
+    said = ("nowhere", "broken", "no budget", "would charge several runs of it once")
+    for name, part in zip(first, said, strict=True):
+        assert part in first[name]
+        assert second[name] == f"rank 0 failed: {first[name]}"
+
+
 def test_ranks_replay_together_or_not_at_all(worlds):
     for name in ("ddp", "fsdp"):
         for rank in (0, 1):
-            same, refused = torch.load(worlds[2] / f"replay {name} {rank}.pt")
+            same, refused, not_asked = torch.load(worlds[2] / f"replay {name} {rank}.pt")
             assert same is True
             assert "step 2 was released before and would now be released with other gradients" in refused
+            assert "released" in not_asked
+            assert not_asked.startswith("rank 0 failed: ") == (rank == 1)
 
 
 def audit_rows(groups):

@@ -249,6 +249,8 @@ def test_an_examples_loss_does_not_depend_on_the_others():
     logits, labels = torch.randn(3, 5, 4), torch.randint(0, 4, (3, 5))
     labels[0, 2:], labels[1] = -100, -100
     together = token_losses({"logits": logits}, labels)
+    with pytest.raises(QuellError, match="the model's outputs have no logits"):
+        token_losses(logits, labels)
     alone = torch.cat([token_losses({"logits": logits[i : i + 1]}, labels[i : i + 1]) for i in range(3)])
     torch.testing.assert_close(together, alone)
     assert together[1] == 0

@@ -280,6 +280,14 @@ def test_empty_batches_still_get_their_noise(clipping):
     assert 0 in sizes
     assert train(model, optimizer, loader) == plan.steps
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    other = network()  # as a loop must whose model cannot run on no rows
+    other, optimizer, loader = make_private(other, sgd(other), examples(12), plan, clipping=clipping)
+    for x, y in loader:
+        optimizer.zero_grad()
+        if len(x):
+            torch.nn.functional.cross_entropy(other(x), y).backward()
+        optimizer.step()
+    assert optimizer.run.step == plan.run.steps_per_epoch
 
 
 @pytest.mark.parametrize("clipping", MODES)

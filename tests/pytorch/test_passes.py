@@ -338,12 +338,32 @@ def test_no_inputs_are_kept_after_the_backward_pass():
     assert kept() is None
 
 
-def test_copies_of_a_model_are_plain_and_the_model_is_not_pickled():
-    model = small()
-    engine = engine_of(model)
+class Doubled(nn.Linear):
+    """Its forward method is an attribute of the object, as some libraries replace it."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.forward = self.doubled
+
+    def doubled(self, x):
+        return 2 * nn.functional.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("engine_for", [engine_of, by_microbatch])
+@pytest.mark.parametrize("kind", [small, Doubled])
+def test_copies_of_a_model_are_plain_and_the_model_is_not_pickled(kind, engine_for):
+    """They compute with their own weights: those of the best epoch, an average, a teacher."""
+    model, x = kind(), torch.randn(8, 5)
+    engine = engine_for(model)
     twin = copy.deepcopy(model)
-    twin(torch.randn(8, 5)).sum().backward()
-    assert all(parameter.grad is not None for parameter in twin.parameters())
+    before = model(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for again in (twin, copy.deepcopy(twin)):
+        torch.testing.assert_close(again(x), before)
+        again(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in again.parameters())
     assert engine.collect()[0] == 0
     with pytest.raises(QuellError, match=r"save model\.state_dict\(\)"):
         pickle.dumps(model)

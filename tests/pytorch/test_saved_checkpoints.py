@@ -154,15 +154,15 @@ def test_a_damaged_checkpoint_costs_itself_and_not_the_run(damage, file, straigh
     assert is_whole(path)
     for each in (path, path.with_name("checkpoint.pt.before")):
         shorten(each / "rank-0.pt" if sharded else each)
-    with pytest.raises(QuellError, match="is damaged, and there is no whole"):
+    with pytest.raises(QuellError, match="is damaged or no checkpoint, and there is no whole"):
         go_on(path, start(tmp_path / "key", plan))
 
 
-def refused(path, key, plan, match):
+def refused(path, key, plan, match, sharded=False):
     run = start(key, plan)
     try:
         with pytest.raises(QuellError, match=match):
-            load_checkpoint(path, *run[:3])
+            load_checkpoint(path, *run[:3], sharded=sharded)
     finally:
         run[1].close()
 
@@ -171,6 +171,8 @@ def test_what_could_not_go_on_is_refused(plan, tmp_path):
     path, key = tmp_path / "checkpoint.pt", tmp_path / "key"
     refused(path, None, plan, r"key is not kept.*pass key='run\.key'")
     assert not path.exists()
+    for sharded in (False, True):
+        refused(tmp_path / "nowhere" / "c.pt", key, plan, "there is no folder .*nowhere; make it first", sharded)
     run = start(key, plan)
     load_checkpoint(path, *run[:3])
     train(*run[:3], steps=2)
@@ -180,6 +182,11 @@ def test_what_could_not_go_on_is_refused(plan, tmp_path):
     )
     refused(path, tmp_path / "other", plan, "state has key_id")
     save_checkpoint(path, *run[:3], scheduler=run[3])
-    refused(path, key, plan, "has the states of scheduler beside model and optimizer, and nothing was given")
+    refused(
+        path,
+        key,
+        plan,
+        "has the states of scheduler beside model and optimizer, and nothing was given.*same as in save_ch",
+    )
     torch.save({"model": {}}, path)
     refused(path, key, plan, "is not a checkpoint of save_checkpoint")

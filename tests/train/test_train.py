@@ -107,7 +107,12 @@ def test_a_table_becomes_a_model_that_predicts(tmp_path):
     result = CliRunner().invoke(cli.app, ["predict", str(tmp_path / "out"), str(tmp_path / "new.csv")])
     assert [line.split(",")[0] for line in result.stdout.split()] == ["class", "no", "yes"]
     wanted = ["predict", str(tmp_path / "out" / "model.pt"), str(path), "--out", str(tmp_path / "found.csv")]
-    assert CliRunner().invoke(cli.app, wanted).exit_code == 0
+    for _ in range(2):  # predictions are replaced, and nobody's table is
+        assert CliRunner().invoke(cli.app, wanted).exit_code == 0
+    text = path.read_text()
+    refused = CliRunner().invoke(cli.app, [*wanted[:-1], str(path)]).exception
+    assert "people.csv: it exists and is not a table of predictions" in str(refused)
+    assert path.read_text() == text
     found = [line.split(",")[0] for line in (tmp_path / "found.csv").read_text().split()[1:]]
     assert np.mean([guess == row.split(",")[2] for guess, row in zip(found, rows, strict=True)]) > 0.75
 
@@ -128,6 +133,12 @@ def test_an_earlier_model_is_not_overwritten(file, tmp_path):
     train(file, "--lr", "0.1", "--out", str(tmp_path / "out"))
     with pytest.raises(QuellError, match="is not empty"):
         train(file, "--lr", "0.1", "--out", str(tmp_path / "out"))
+    for wanted in (["--out", str(file)], ["--out", str(tmp_path / "new"), "--plot", str(tmp_path / "mine.png")]):
+        (tmp_path / "mine.png").write_bytes(b"mine")
+        with pytest.raises(QuellError, match="is not replaced"):
+            train(file, "--lr", "0.1", *wanted)
+    assert (tmp_path / "mine.png").read_bytes() == b"mine"
+    assert np.load(file)["x"].shape == (200, 6)
 
 
 def test_model_and_report_are_written_before_anything_that_can_be_made_again(file, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import typer
 
 from quell.auditing import rehearse
 from quell.cli import options, terminal
-from quell.files import require_writable
+from quell.files import PLOT, require_writable
 from quell.planning import Plan
 from quell.show import plots
 
@@ -30,7 +30,7 @@ def audit(
     The plan is run without data, for made-up examples alone, as training would draw its batches and its noise. For an
     audit of a training run pass canaries= to make_private.
     """
-    require_writable([plot])
+    require_writable((plot, PLOT))
     if plot is not None:
         plots.require_picture(plot)
     with terminal.progress() as advance:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from quell.cli import options, terminal
 from quell.errors import QuellError
-from quell.files import require_writable
+from quell.files import PLOT, require_writable
 from quell.planning import Mechanism, Prices
 from quell.show import plots, tables
 from quell.strategy.spelling import read
@@ -23,7 +23,7 @@ def compare(
 ) -> None:
     """Price one mechanism for several values of one parameter: 2,4,8 or start:stop:count."""
     prices, values = Prices(options.run_of("compare", given)), options.values_of(given)
-    require_writable([plot])
+    require_writable((plot, PLOT))
     if plot is not None:
         plots.require_picture(plot)
     several = [name for name, chosen in values.items() if len(chosen) > 1]

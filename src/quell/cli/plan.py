@@ -11,7 +11,7 @@ from quell.cli.options import GOALS, goal, limit, mechanism_names, output, the_r
 from quell.cli.users import population
 from quell.costs import DEVICES, USUAL, TimeLimit
 from quell.errors import QuellError
-from quell.files import require_writable
+from quell.files import PAGE, PLAN, PLOT, require_writable
 from quell.planning import make_plan, named_plan
 from quell.planning.questions import answers as asked_about
 from quell.planning.questions import choices_for_steps, plan_for_rmse
@@ -79,7 +79,7 @@ def plan(
     )
     if mechanism is not None and target_rmse is not None:
         raise QuellError("--target-rmse searches for a mechanism, so it does not go with --mechanism: drop one")
-    require_writable([save, plot, html])
+    require_writable((save, PLAN), (plot, PLOT), (html, PAGE))
     if plot is not None:
         plots.require_picture(plot)
     counted, table = population(given["examples"], given["users"], given["user_column"])

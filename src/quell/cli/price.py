@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quell.cli import options, terminal
 from quell.errors import QuellError
-from quell.files import require_writable
+from quell.files import PLAN, require_writable
 from quell.planning import named_plan
 from quell.show import tables, words
 
@@ -17,7 +17,7 @@ def price(given: options.Given, save: options.Save = None, as_json: options.AsJs
         raise QuellError(f"price takes one value for {several[0]}: use quell compare for several")
     if save is not None and run.examples is None:
         raise QuellError("--save writes a plan for your data: give --examples and --batch-size instead of --steps")
-    require_writable([save])
+    require_writable((save, PLAN))
     with terminal.progress() as advance:
         plan = named_plan(run, given["mechanism"], advance, **{name: chosen[0] for name, chosen in values.items()})
         if save is not None:

@@ -11,7 +11,7 @@ import typer
 from quell.cli import options, terminal
 from quell.cli.options import output, stated, training
 from quell.errors import QuellError
-from quell.files import require_writable
+from quell.files import PREDICTIONS, require_writable
 from quell.show import tables
 from quell.show.outcomes import training_lines
 
@@ -108,8 +108,11 @@ def predict(
     except ModuleNotFoundError as missing:
         raise _needs(missing) from missing
 
-    require_writable([out])
-    found = [("class", "probability"), *((name, f"{share:.4f}") for name, share in Model.load(model).predict(file))]
+    require_writable((out, PREDICTIONS))
+    found = [
+        tuple(PREDICTIONS.mark.strip().split(",")),
+        *((name, f"{share:.4f}") for name, share in Model.load(model).predict(file)),
+    ]
     if out is None:
         csv.writer(typer.get_text_stream("stdout")).writerows(found)
         return

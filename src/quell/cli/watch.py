@@ -10,7 +10,7 @@ import typer
 from rich.live import Live
 
 from quell.cli import options, terminal
-from quell.files import require_writable
+from quell.files import PAGE, require_writable
 from quell.show import page
 from quell.show.watching import watch_content, watch_page, watch_table
 
@@ -27,7 +27,7 @@ def watch(
     """Show a run while it trains, from its log, until the run ends or you press Ctrl-C."""
     from quell.watching.reading import Follower
 
-    require_writable([html])
+    require_writable((html, PAGE))
     follower = Follower(folder)
     follower.poll()
     stay = terminal.console.is_terminal and not (once or as_json)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.extend import core
 
 from quell.errors import QuellError
@@ -34,7 +34,7 @@ def as_units_vary(tree: Any, batch: Any, mask: Any) -> Any:
     for leaf in jax.tree_util.tree_leaves((batch, mask)):
         empty = jnp.asarray(leaf)[:0]
         differs = differs | jnp.any(empty == empty)
-    return jax.tree_util.tree_map(lambda leaf: jnp.where(differs, leaf, leaf), tree)
+    return jax.tree_util.tree_map(lambda leaf: lax.select(differs, leaf, leaf), tree)
 
 
 def refuse_collectives(program: Any, own: frozenset[Any] = frozenset()) -> None:

@@ -202,9 +202,10 @@ def _in_memory(leaves: list[Array]) -> list[Array]:
     """The same numbers, in memory before they are used, so that what is added up is what was measured.
 
     Else XLA makes cheap gradients anew in every fusion that uses them, rounded in another way, which is all there is
-    where they cancel. It does so across an `optimization_barrier`, but not across a branch that it cannot decide.
+    where they cancel. It does so across an `optimization_barrier`, but not across a branch that it cannot decide. What
+    decides here is every element: some may be constants, as of a parameter that the loss does not use or is linear in.
     """
-    never = jnp.sum(jnp.isfinite(min(leaves, key=jnp.size)), dtype=jnp.int32) < 0
+    never = sum(jnp.sum(jnp.isfinite(leaf), dtype=f32) for leaf in leaves) < 0
     held: list[Array] = lax.cond(never, lambda: [jnp.zeros_like(leaf) for leaf in leaves], lambda: leaves)
     return held
 
@@ -215,7 +216,8 @@ def _weighted_sum(factors: Array, rows: Array) -> Pair:
     parts = []
     for each, size in ((slice(whole), GROUP), (slice(whole, None), len(factors) - whole)):
         if len(factors[each]):
-            weights, own = (array[each].reshape(-1, size, *array.shape[1:]) for array in (factors, rows))
+            groups = len(factors[each]) // size
+            weights, own = (array[each].reshape(groups, size, *array.shape[1:]) for array in (factors, rows))
             parts.append(jnp.einsum("gu,gu...->g...", weights, own, precision=lax.Precision.HIGHEST))
     # Else a product may be fused with the next addition, and not be rounded.
     high = lax.optimization_barrier(jnp.concatenate(parts))
@@ -253,4 +255,4 @@ def _cut(leaf: Array, size: int) -> Array:
         padded = jnp.concatenate([leaf, leaf[:more]])
     else:
         padded = jnp.pad(leaf, [(0, more)] + [(0, 0)] * (leaf.ndim - 1))
-    return padded.reshape(-1, size, *leaf.shape[1:])
+    return padded.reshape(len(padded) // size, size, *leaf.shape[1:])

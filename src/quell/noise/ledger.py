@@ -31,7 +31,7 @@ from typing import Final
 from zlib import crc32
 
 from quell.errors import QuellError, require_count
-from quell.files import keep_name
+from quell.files import keep_name, require_folder
 from quell.noise.releases import DIGEST_BYTES, UNKNOWN, Releases
 from quell.noise.secrecy import never_copied
 
@@ -63,6 +63,7 @@ class Ledger:
         self._made = Releases()
         self._run: bytes | None = None
         self._checksum, self._size = crc32(HEADER), 0
+        require_folder(self.path)
         try:
             _create(self.path)
             self._handle = os.open(self.path, os.O_RDWR | os.O_APPEND)

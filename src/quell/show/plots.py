@@ -13,6 +13,7 @@ import numpy as np
 
 from quell._types import Array
 from quell.errors import QuellError
+from quell.files import PLOT
 from quell.show import words
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _save(figure: Figure, path: str | Path | None) -> Picture:
     """The figure, written in the format that the path's extension names if there is one."""
     try:
         if path is not None:
-            figure.savefig(path, dpi=150)
+            figure.savefig(path, dpi=150, metadata={"Creator": PLOT.mark})
     except (OSError, ValueError) as problem:
         raise QuellError(f"cannot write the plot {path}: {problem}") from problem
     return Picture(figure)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from quell.errors import QuellError
-from quell.files import keep_name
+from quell.files import keep_name, require_folder
 from quell.torch.distributed import decided, world
 from quell.torch.folders import is_whole, mark_whole, read_file, write_file
 from quell.torch.loader import PlannedLoader
@@ -98,7 +98,10 @@ def load_checkpoint(
     state = read(decided(lambda: newest_whole(path)))
     if state["others"].keys() != others.keys():
         found, given = (", ".join(sorted(names)) or "nothing" for names in (state["others"], others))
-        raise QuellError(f"{path} has the states of {found} beside model and optimizer, and {given} was given to load")
+        raise QuellError(
+            f"{path} has the states of {found} beside model and optimizer, and {given} was given to load: name the "
+            "same as in save_checkpoint"
+        )
     model.load_state_dict(dealt(state["model"], model.state_dict()))
     for name, other in others.items():
         other.load_state_dict(state["others"][name])
@@ -109,6 +112,7 @@ def load_checkpoint(
 
 def write_whole_file(state: Any, path: Path) -> None:
     """Write a state into a file, or leave everything as it was."""
+    require_folder(path)
     new = path.with_name(path.name + ".new")
     write_file(state, new)
     _replace(path, new)
@@ -122,6 +126,7 @@ def write_whole(state: Any, path: Path, sharded: bool) -> None:
     new = path.with_name(path.name + ".new")
 
     def empty() -> None:
+        require_folder(path)
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(mode=0o700)
 
@@ -153,7 +158,8 @@ def newest_whole(path: Path) -> Path:
         return path
     if not is_whole(older):
         raise QuellError(
-            f"{path} is damaged, and there is no whole {older.name} beside it: start a new run with a new key"
+            f"{path} is damaged or no checkpoint, and there is no whole {older.name} beside it: pass the path of one "
+            "that save_checkpoint wrote, or start a new run with a new key"
         )
     if path.exists():
         warnings.warn(f"{path} is damaged: going on from the checkpoint before it, {older.name}", stacklevel=4)

@@ -76,7 +76,7 @@ def decided(work: Callable[[], Made]) -> Made:
             message[0] = work()
         except Exception as error:
             failed = error
-            message[1] = str(error) if isinstance(error, QuellError) else f"rank 0 failed: {error}"
+            message[1] = f"rank 0 failed: {error}"
     if size > 1:
         torch.distributed.broadcast_object_list(message, src=0)
     if failed is not None:
@@ -84,6 +84,22 @@ def decided(work: Callable[[], Made]) -> Made:
     if message[1] is not None:
         raise QuellError(message[1])
     made: Made = message[0]
+    return made
+
+
+def together(work: Callable[[], Made]) -> Made:
+    """What each rank made itself; where it failed on one, as on rank 0 that opens the files, all fail."""
+    failed: Exception | None = None
+    try:
+        made = work()
+    except Exception as error:
+        failed = error
+    problems = gather(None if failed is None else str(failed))
+    if failed is not None:
+        raise failed
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise QuellError(f"rank {rank} failed: {problem}")
     return made
 
 

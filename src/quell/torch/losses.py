@@ -7,6 +7,7 @@ depend on the others' lengths, and clipping would bound nothing. These are means
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -103,11 +104,11 @@ def span_losses(outputs: Any, labels: Mapping[str, Tensor]) -> Tensor:
 
 
 def _logits(outputs: Any) -> Tensor:
-    try:
-        logits: Tensor = outputs["logits"]
-    except (KeyError, TypeError, IndexError):
-        raise QuellError(
-            "the model's outputs have no logits: pass example_losses=, a function from outputs and labels to one loss "
-            "per example"
-        ) from None
-    return logits
+    with suppress(KeyError, TypeError, IndexError):
+        if not isinstance(outputs, Tensor):
+            logits: Tensor = outputs["logits"]
+            return logits
+    raise QuellError(
+        "the model's outputs have no logits: give this loss {'logits': ...}, or PrivateTrainer example_losses=, a "
+        "function from outputs and labels to one loss per example"
+    )

@@ -23,7 +23,7 @@ from quell.errors import QuellError
 from quell.noise.secrecy import never_copied
 from quell.torch.averages import AveragedWeights
 from quell.torch.checks import PlanMismatchWarning, schedule_mismatch
-from quell.torch.distributed import gather, sum_over_ranks
+from quell.torch.distributed import gather, sum_over_ranks, together
 from quell.torch.engine.base import Engine
 from quell.torch.joined import parts_of
 from quell.torch.replay import Start, digest, options
@@ -212,7 +212,7 @@ class PrivateOptimizer(Optimizer):
         for name, saved, now in (("ema", averages["rate"], rate), ("canaries", canaries["count"], count)):
             if saved != now:
                 raise QuellError(f"the state was saved with {name}={saved} and this run has {name}={now}: pass that")
-        self.run.noise.load_state_dict(own["noise"], replay=replay)
+        together(lambda: self.run.noise.load_state_dict(own["noise"], replay=replay))
         self._to_replay = None
         self.run.share_released()
         if replay and self.run.released > self.run.step:

@@ -22,7 +22,7 @@ from quell.budget.entry import entry_of
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import warn_about_optimizer, warn_about_sampler
-from quell.torch.distributed import agree, decided, share_key, world
+from quell.torch.distributed import agree, decided, share_key, together, world
 from quell.torch.loader import dataset_of
 from quell.torch.noise import CorrelatedNoise
 from quell.torch.run import TrainingRun
@@ -45,10 +45,19 @@ class NoiseOptions:
 
     def secrets(self, rank: int) -> tuple[Key, Path | None]:
         """The run's key on every rank, and where its ledger lies: on rank 0, which keeps it for all."""
-        if rank and self.seed is None:
-            return share_key(None), None
-        key, ledger = opened(self.key, self.seed, self.ledger)
-        return key if self.seed is not None else share_key(key), None if rank else ledger
+        if self.seed is not None:
+            key, ledger = opened(self.key, self.seed, self.ledger)
+            return key, None if rank else ledger
+        own, ledger = together(lambda: (None, None) if rank else opened(self.key, None, self.ledger))
+        return share_key(own), ledger
+
+    def require_one_charge(self, key: Key, ledger: Path | None) -> None:
+        """On rank 0: refuse a budget where nobody would notice that another run has this key."""
+        if isinstance(self.key, Key) and key.loaded and ledger is None:
+            raise QuellError(
+                "budget= with a key that was loaded, or made before a fork, would charge several runs of it once: "
+                "pass the path of the key file, or ledger= as well"
+            )
 
 
 @contextmanager
@@ -76,27 +85,25 @@ def started_run(
     key, ledger = options.secrets(rank)
     batches = batches_of(plan, scheme, key)
     owned = None if numbers is None else owned_rows(numbers, plan, rows_per_user, key)
-    noise = CorrelatedNoise(
-        chosen,
-        params,
-        max_grad_norm,
-        key=key,
-        generator=options.generator,
-        memory=options.memory,
-        ledger=ledger,
-        replay=True,  # a run that crashed before its first checkpoint starts again: the same steps, or none
-        agree=agree if size > 1 else None,
+    noise = together(
+        lambda: CorrelatedNoise(
+            chosen,
+            params,
+            max_grad_norm,
+            key=key,
+            generator=options.generator,
+            memory=options.memory,
+            ledger=ledger,
+            replay=True,  # a run that crashed before its first checkpoint starts again: the same steps, or none
+            agree=agree if size > 1 else None,
+        )
     )
     key_kept = options.key is not None or options.seed is not None
     run = TrainingRun(plan, chosen, batches, noise, rank, size, key_kept, owned)
     try:
         run.share_released()
         if options.budget is not None:
-            if isinstance(options.key, Key) and key.loaded and ledger is None and not rank:
-                raise QuellError(
-                    "budget= with a key that was loaded, or made before a fork, would charge several runs of it once: "
-                    "pass the path of the key file, or ledger= as well"
-                )
+            decided(lambda: options.require_one_charge(key, ledger))
             run.charge = _charging(plan, chosen, key, options.budget)
         yield run
     except BaseException:

@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count, require_finite
-from quell.files import require_writable
+from quell.files import PLOT, require_writable
 from quell.planning import make_plan
 from quell.planning.search import Progress
 from quell.run import Run
@@ -42,13 +42,15 @@ class Folder:
 
     def make(self) -> None:
         """Make the folder, or take one that is empty: models that were trained before are not overwritten."""
+        if self.path.exists() and not self.path.is_dir():
+            raise QuellError(f"{self.path} is a file, and is not replaced: name a new folder, --out")
         if self.path.is_dir() and any(self.path.iterdir()):
             raise QuellError(f"{self.path} is not empty, and holds perhaps an earlier model: name a new folder, --out")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise QuellError(f"cannot make the folder {self.path}: {problem.strerror or problem}") from problem
-        require_writable(self.files)
+        require_writable(*((file, PLOT) for file in self.files))  # what is in the folder is new
 
 
 def default_batch_size(examples: int) -> int:

@@ -18,6 +18,7 @@ from string import Template
 from typing import Any
 
 from quell import __version__
+from quell.files import PAGE
 
 _OFFLINE = "This page is complete in itself and uses no network."
 _LIVE = "This page talks only to the server on this machine that it came from."
@@ -58,6 +59,7 @@ def assemble(
     page = Template(_file("document.html")).substitute(
         title=html.escape(title),
         body=_file(body),
+        made=PAGE.mark,
         version=__version__,
         network=_LIVE if connects else _OFFLINE,
         policy=html.escape(policy),

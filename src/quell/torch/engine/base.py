@@ -6,6 +6,7 @@ An engine attaches itself to the model (which stays the user's own object), watc
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -135,6 +136,17 @@ class Engine(ABC):
         self._missing -= sums.keys()
         for name, value in sums.items():
             self._sums[name] = self._sums[name].double().add_(value) if name in self._sums else value
+
+
+class StandIn:
+    """What an engine puts in the place of a module's method. A copy of the module has the method itself, of its own."""
+
+    before: Callable[..., Any]  # the method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.before, memo)
+
+    __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:

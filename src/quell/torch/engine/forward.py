@@ -6,7 +6,6 @@ rule run as they are. Layers without one run again by `torch.func`, unless their
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +17,11 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.noise.secrecy import never_copied
 from quell.noise.stream import uncompiled
 from quell.torch.autocast import Autocast, lowered
 from quell.torch.checks import in_a_sentence
 from quell.torch.coupling import follow_the_batch, in_eval_mode, restored_buffers
+from quell.torch.engine.base import StandIn
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Rows
 from quell.torch.engine.rules import LOWERED, Pieces, Rule, added, by_torch_func, embedding, has_rows, linear, rule_for
@@ -57,12 +56,10 @@ class Layer:
     own_inputs: dict[Way, list[int]] = field(default_factory=dict)
 
 
-class TappedForward:
-    """What stands in for a tapped layer's forward method. A copy of the layer has none of its taps."""
+class TappedForward(StandIn):
+    """What stands in for a tapped layer's forward method."""
 
-    method = "forward"
-
-    def __init__(self, engine: LayerEngine | None, module: nn.Module, before: Callable[..., Any] | None = None) -> None:
+    def __init__(self, engine: LayerEngine, module: nn.Module, before: Callable[..., Any]) -> None:
         self.engine, self.module, self.before = engine, module, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,20 +68,12 @@ class TappedForward:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine is None or engine.idle or not torch.is_grad_enabled():
-            return self._plainly(args, kwargs)
+        if engine.idle or not torch.is_grad_enabled():
+            return self.before(*args, **kwargs)
         return self._tapped(engine, args, kwargs)
 
     def _tapped(self, engine: LayerEngine, args: Any, kwargs: Any) -> Any:
         return run_layer(engine, self.module, args, kwargs)
-
-    def _plainly(self, args: Any, kwargs: Any) -> Any:
-        return (self.before or partial(getattr(type(self.module), self.method), self.module))(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TappedForward:
-        return type(self)(None, copy.deepcopy(self.module, memo))
-
-    __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
 
 
 def layers_to_tap(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[nn.Module, Layer]]:

@@ -13,7 +13,6 @@ that the loop sets, would go on with what it read when it was recorded.
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from collections import Counter
@@ -26,9 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.noise.secrecy import never_copied
 from quell.torch.coupling import differ
-from quell.torch.engine.base import is_differentiable
+from quell.torch.engine.base import StandIn, is_differentiable
 from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.pieces import sparing
 from quell.torch.random_states import kept_states, own_states, set_own_states
@@ -62,13 +60,12 @@ class NotRecordedWarning(UserWarning):
     """A model's passes could not be recorded as CUDA graphs: they run as usual."""
 
 
-class GraphedForward:
+class GraphedForward(StandIn):
     """What stands in for the model's forward method."""
 
     def __init__(self, engine: LayerEngine, model: nn.Module, busy: Callable[[], bool]) -> None:
-        self.engine: LayerEngine | None = engine  # None for a copy of the model, and where nothing can be recorded
-        self.model, self.busy = model, busy
-        self.forward = model.forward
+        self.engine: LayerEngine | None = engine  # None where nothing can be recorded
+        self.before, self.busy = model.forward, busy
         self._last = -1  # when sums had been collected so many times, the last pass came
         self._failures = 0
         self._seen: Counter[Any] = Counter()
@@ -88,7 +85,7 @@ class GraphedForward:
                     if (outputs := recording.run(leaves, structure)) is not None:
                         return outputs
                     self._give_up("a replay differs from a pass that runs as usual, for other inputs")
-        return self.forward(*args, **kwargs)
+        return self.before(*args, **kwargs)
 
     def _recording(self, engine: LayerEngine, leaves: list[Any], structure: Any) -> Recording | None:
         """The recording for such inputs, made if they have come often enough."""
@@ -105,7 +102,7 @@ class GraphedForward:
         if len(self._recordings) == _MOST:
             return None
         try:
-            self._recordings[kind] = Recording(engine, self.forward, leaves, structure)
+            self._recordings[kind] = Recording(engine, self.before, leaves, structure)
         except Exception as problem:  # the user's model: whatever cannot be recorded runs as usual
             self._failures += 1  # CUDA sometimes refuses at first: other work on the device can spoil a recording
             if self._failures == _TRIES:
@@ -126,15 +123,6 @@ class GraphedForward:
         held = (values for module in self._modules for values in (module._parameters, module._buffers))
         tensors = tuple((v.data_ptr(), v.requires_grad) for values in held for v in values.values() if v is not None)
         return tensors, tuple(module.training for module in self._modules)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
-        """A copy of the model runs as usual."""
-        model = copy.deepcopy(self.model, memo)
-        found = GraphedForward.__new__(GraphedForward)
-        found.engine, found.model, found.forward = None, model, type(model).forward.__get__(model)
-        return found
-
-    __reduce_ex__ = never_copied("a private model is never pickled: save model.state_dict()")
 
 
 class Recording:

@@ -25,7 +25,7 @@ from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.coupling import follow_the_batch, in_eval_mode, restored_buffers
-from quell.torch.engine.base import Engine, is_differentiable
+from quell.torch.engine.base import Engine, StandIn, is_differentiable
 from quell.torch.engine.bounds import norm_of
 from quell.torch.engine.rules import pulled_back
 from quell.torch.random_states import kept_states, own_states
@@ -62,6 +62,16 @@ class Pass:
     given_up: list[bool]  # holds True once another forward pass came before a gradient did
 
 
+class CutForward(StandIn):
+    """What stands in for the model's forward method."""
+
+    def __init__(self, engine: MicrobatchEngine, before: Callable[..., Any]) -> None:
+        self.engine, self.before = engine, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.forward(args, kwargs)
+
+
 class MicrobatchEngine(Engine):
     clipping = "microbatch"
     unseen = "around the model's output, or in eval mode (call model.train())"
@@ -80,9 +90,9 @@ class MicrobatchEngine(Engine):
         self._open: Pass | None = None
         self._shared: set[tuple[str, int]] = set()  # places of arguments that all examples were seen to share
         self._followed: set[tuple[str, tuple[int, ...]]] = set()  # places that were seen to follow the batch together
-        model.forward = self._forward
+        model.forward = CutForward(self, model.forward)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, args: Any, kwargs: Any) -> Any:
         if self.inside or not self.model.training or not torch.is_grad_enabled():
             return self._plain_forward(*args, **kwargs)
         self.flush()

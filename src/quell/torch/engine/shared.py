@@ -37,14 +37,12 @@ class SharedPrompt(TappedForward):
     Asked for one prompt, it repeats nothing, and the engine gives its encoder a row of token numbers for each example.
     """
 
-    method = "get_prompt"
-
     def _tapped(self, engine: LayerEngine, args: Any, kwargs: Any) -> Any:
         module: Any = self.module
         if module.active_peft_config.peft_type not in ("PROMPT_TUNING", "P_TUNING"):
-            return self._plainly(args, kwargs)
+            return self.before(*args, **kwargs)
         names = dict(zip(("batch_size", "task_ids", "max_cache_len"), args, strict=False)) | kwargs
-        prompts = self._plainly((), {**names, "batch_size": 1})
+        prompts = self.before(**{**names, "batch_size": 1})
         if len(prompts) != names["batch_size"]:
             raise QuellError(
                 f"peft made {len(prompts)} prompts for {names['batch_size']} examples, so gradients of single examples "
@@ -56,12 +54,10 @@ class SharedPrompt(TappedForward):
 class SharedBias(TappedForward):
     """What stands in for a module's `compute_bias`, which makes (1, heads, queries, keys) of an embedding."""
 
-    method = "compute_bias"
-
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._run(*args, **kwargs)
         engine = self.engine
-        if engine is None or torch.is_grad_enabled() or not engine.running or engine.rows is None:
+        if torch.is_grad_enabled() or not engine.running or engine.rows is None:
             return made
         return made.expand(engine.rows, *made.shape[1:])  # a reentrant checkpoint, whose second run has this shape
 
@@ -76,7 +72,7 @@ class SharedBias(TappedForward):
 
         table.forward = look_up
         try:
-            bias = self._plainly(args, kwargs)
+            bias = self.before(*args, **kwargs)
         finally:
             table.forward = tapped
         if engine.rows is None or len(looked_up) != 1 or not _is_bias(bias, table, looked_up[0]):
