@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import quell
 from quell.errors import QuellError
 from quell.torch import coupling, make_private
 from quell.torch.engine.check import _largest
@@ -196,6 +197,31 @@ def test_a_loss_that_couples_after_one_that_does_not(passes, clipping):
     optimizer.zero_grad()
     with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
         passes(model, optimizer, x, y)
+    assert optimizer.run.step == 0
+
+
+def second_half(model, x, y):
+    """What the loop does with rows that are not among the first few."""
+    out, half = model(x), len(x) // 2
+    return cross_entropy(out[:half], y[:half], reduction="sum") + (out[half:] @ out[half:].t()).square().sum()
+
+
+def centred_targets(model, x, y):
+    """Of the model itself, as in self-distillation."""
+    with torch.no_grad():
+        wanted = model(x)
+    return functional.mse_loss(model(x), wanted - wanted.mean(0))
+
+
+@pytest.mark.parametrize("loss", [second_half, centred_targets])
+@pytest.mark.parametrize("clipping", MODES)
+def test_losses_that_couple_in_later_rows_and_through_targets(loss, clipping):
+    data = examples(64)
+    plan = quell.plan(examples=64, batch_size=32, epochs=2, epsilon=8, delta=1e-3, memory=0, sampling="cyclic")
+    model, optimizer, loader = private(clipping=clipping, data=data, plan=plan)
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
+        loss(model, x, y).backward()
     assert optimizer.run.step == 0
 
 

@@ -114,12 +114,14 @@ class Probe:
         if tape is None or module is not self.model or self._inside():
             return
         tape.go_on()
+        known, given = tape.known(), tensors_in((args, kwargs))
         if torch.is_grad_enabled():
-            known = tape.known()
-            for value in tensors_in((args, kwargs)):
+            for value in given:
                 if id(value) not in known:
                     tape.add_rows(value)
-            tape.note_model(module, args, kwargs, outputs, self._began)
+        elif not any(id(value) in known for value in given):
+            return  # an evaluation on other data
+        tape.note_model(module, args, kwargs, outputs, self._began)
 
     def _check(self, tape: Tape) -> None:
         """The loop has called backward, and its own pass has not begun yet."""

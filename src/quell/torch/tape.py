@@ -224,6 +224,8 @@ class Tape:
                 if entry.model:
                     made += [value for value in found if value.requires_grad]
                 for before, now in zip(entry.made, found, strict=True):
+                    if len(sources) < self.examples and _ran_dry(before, now):
+                        raise RuntimeError("there are too few rows for what the loop does with them")
                     values[id(before)] = now
             loss = values[id(self.loss)]
             weights = values.get(id(self.weights), self.weights)
@@ -246,3 +248,10 @@ class Tape:
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
         ]
+
+
+def _ran_dry(before: Any, now: Any) -> bool:
+    """Whether at most one row is left of several, such as of the second half of a batch that was cut to a few rows."""
+    if not isinstance(before, Tensor) or before.dim() != now.dim():
+        return False
+    return any(was > 1 >= left for was, left in zip(before.shape, now.shape, strict=True))
