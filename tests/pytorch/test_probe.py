@@ -159,6 +159,46 @@ def test_a_loop_that_goes_on_after_the_error_gets_it_again():
     assert optimizer.run.step == 0
 
 
+def halves(model, optimizer, x, y):
+    """The second half of the batch has a loss of its own."""
+    half = len(x) // 2
+    cross_entropy(model(x[:half]), y[:half]).backward()
+    contrastive(model(x[half:]), y[half:]).backward()
+
+
+def two_losses(model, optimizer, x, y):
+    """Of one forward pass, which `clipping="microbatch"` takes."""
+    out = model(x)
+    cross_entropy(out, y).backward(retain_graph=True)
+    contrastive(out, y).backward()
+
+
+def after_a_generator(model, optimizer, x, y):
+    """As docs/pytorch.md says about GANs: the generator's step comes before that of the private discriminator."""
+    model(torch.randn(x.shape)).square().mean().backward()
+    optimizer.zero_grad()
+    contrastive(model(x), y).backward()
+
+
+@pytest.mark.parametrize(
+    ("passes", "clipping"),
+    [
+        (halves, "layers"),
+        (halves, "microbatch"),
+        (two_losses, "microbatch"),
+        (after_a_generator, "layers"),
+        (after_a_generator, "microbatch"),
+    ],
+)
+def test_a_loss_that_couples_after_one_that_does_not(passes, clipping):
+    model, optimizer, loader = private(clipping=clipping)
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
+        passes(model, optimizer, x, y)
+    assert optimizer.run.step == 0
+
+
 def per_example(out, y):
     return (cross_entropy(out, y, weight=WEIGHTS, reduction="none") * (y > 0)).sum() / len(y)
 
@@ -494,6 +534,7 @@ def watched(model, loss, *batch):
     probe = Probe(model, dict(model.named_parameters()))
     probe.watch(batch, len(batch[-1]))
     loss(model, *batch).backward()
+    probe.settle(last=True)
     assert probe._checked
     assert not probe._why
     assert not any(isinstance(tensor, Watched) for tensor in batch)

@@ -98,6 +98,8 @@ class PrivateOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients; clipped sums of a batch that is still being accumulated are kept."""
         self._engine.discard()
+        if self.run.guard is not None:
+            self.run.guard.forget()
         self.original_optimizer.zero_grad(set_to_none=True)
         self._used, self._noised = False, set()
 

@@ -221,7 +221,7 @@ def make_private(
             engine = LayerEngine(model, params, bounds, loss_reduction, rows_per_example * rows_per_user)
         engine.present, engine.scales = run.present, scales
         engine.keeps_norms = run.watch is not None and run.watch.log.norms
-        run.guard = probe = Probe(model, params)
+        run.guard = probe = Probe(model, params, lambda: engine.inside)
         if cuda_graphs and isinstance(engine, LayerEngine):
             record_passes(engine, model, lambda: probe.watching)
         private = PrivateOptimizer(optimizer, run, engine, ema)

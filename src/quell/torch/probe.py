@@ -1,13 +1,13 @@
 """The first batches are probed: does anything in the model, or in the loss, couple the examples of a batch?
 
 `coupling.py` says how that is found out. Where the ranks of a sharded model compute together, the model is not run
-again, and only the loss is probed. It costs eleven passes without gradient, for each of the first three batches.
+again, and only the loss is probed. It costs eleven passes without gradient for each loss of the first three batches.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,15 +31,19 @@ class UncheckedLossWarning(UserWarning):
 
 
 class Probe:
-    """Watches the first batches of a run. Engines need not know of it, but that passes under no_grad are not theirs.
+    """Watches the first batches of a run. Passes `inside` of an engine's work are not the loop's.
 
-    `watch` is given each batch that the loop gets, `settle` is called before each step.
+    `watch` is given each batch that the loop gets, `settle` is called before each step. Every loss whose backward pass
+    comes in between is probed.
     """
 
-    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-        self.model, self.params = model, dict(params)
+    def __init__(
+        self, model: nn.Module, params: Mapping[str, nn.Parameter], inside: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.model, self.params, self._inside = model, dict(params), inside
         self._sharded = any_sharded(params.values())  # ranks compute together
         self._left, self._checked, self._why = BATCHES, False, ""
+        self._nothing = self._failed = ""  # of the present batch: why no loss was probed yet, and why one could not be
         self._settled = 0
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._tape: Tape | None = None
@@ -59,9 +63,15 @@ class Probe:
     def watch(self, batch: Any, examples: int) -> None:
         """The loop is about to get this batch."""
         self._stop()
+        self.forget()
         if self._left and (examples > 1 or self._sharded):
             self._tape = Tape(examples, self._check)
             self._tape.start(batch)
+
+    def forget(self) -> None:
+        """The gradients of all backward passes so far are dropped, so it does not matter whether they were probed."""
+        self._nothing = "backward() was not called on a tensor that is computed from the batch and the model's output"
+        self._failed = ""
 
     def settle(self, last: bool) -> None:
         """Before a step: nothing can be trained but what is private. Say so, once, if no loss could be followed.
@@ -82,9 +92,9 @@ class Probe:
         if self._tape is not None:
             self._tape.close()
             self._tape = None
-            self._give_up(
-                "backward() was not called on a tensor that is computed from the batch and the model's output"
-            )
+            self._left -= 1
+            self._why = self._failed or self._nothing
+            self._checked |= not self._why
         if not self._left and not self._checked:
             self._checked = True
             warnings.warn(
@@ -94,18 +104,14 @@ class Probe:
                 stacklevel=4,
             )
 
-    def _give_up(self, why: str) -> None:
-        self._left -= 1
-        self._why = why
-
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._tape is not None and module is self.model:
+        if self._tape is not None and module is self.model and not self._inside():
             self._tape.pause()
             self._began = own_states()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         tape = self._tape
-        if tape is None or module is not self.model:
+        if tape is None or module is not self.model or self._inside():
             return
         tape.go_on()
         if torch.is_grad_enabled():
@@ -117,39 +123,42 @@ class Probe:
 
     def _check(self, tape: Tape) -> None:
         """The loop has called backward, and its own pass has not begun yet."""
-        self._tape = None
-        if not any(entry.model for entry in tape.entries):
-            self._give_up("the loop did not call the model that was made private, but parts of it")
+        passes = tape.passes()
+        if not passes:  # another model's loss, perhaps
+            if self._nothing:
+                self._nothing = "the loop did not call the model that was made private, but parts of it"
             return
-        self._refuse_strangers(tape)
-        if not all(tape.has_rows(entry) for entry in tape.entries if entry.model):
-            self._give_up(
-                "the model was given no tensor with a row per example, so nobody could be replaced: pass tensors, or "
-                "mappings, lists, tuples and dataclasses of them"
-            )
-            return
-        left = self._left
-        with kept_states():
-            problem = self._problem(tape)
-        if self._sharded:
-            problem = next(filter(None, gather(problem)), None)
-        if problem:
-            self._left = left  # a loop that goes on after the error gets it again
-            raise QuellError(problem)
+        self._tape = None  # passes that come now are the probe's own
+        try:
+            self._refuse_strangers(tape)
+            if not all(map(tape.has_rows, passes)):
+                self._failed = (
+                    "the model was given no tensor with a row per example, so nobody could be replaced: pass tensors, "
+                    "or mappings, lists, tuples and dataclasses of them"
+                )
+                return
+            with kept_states():
+                problem = self._problem(tape)
+            if self._sharded:
+                problem = next(filter(None, gather(problem)), None)
+            if problem:
+                raise QuellError(problem)
+        except QuellError:
+            self._left += 1  # a loop that goes on after the error gets it again
+            raise
+        finally:
+            self._tape = tape
+        self._nothing = ""
 
     def _problem(self, tape: Tape) -> str | None:
         for most in (EXAMPLES, tape.examples):  # few, unless the loop's work is for so many rows and no others
             try:
                 examples = min(most, tape.examples)
-                problem = CouplingTest(tape, self.model, BATCHES - self._left, not self._sharded, examples).problem()
-                break
+                return CouplingTest(tape, self.model, BATCHES - self._left, not self._sharded, examples).problem()
             except Exception as error:  # the loop's own code, done again: anything can happen
                 failed = f"doing it again failed with {type(error).__name__}: {error}"
-        else:
-            self._give_up(failed)
-            return None
-        self._left, self._checked = self._left - 1, True
-        return problem
+        self._failed = failed
+        return None
 
     def _refuse_strangers(self, tape: Tape) -> None:
         """A trainable tensor that is not the model's; the model's own parameters are the engine's to refuse."""

@@ -2,8 +2,8 @@
 
 The loop is the user's: nobody hands over its loss as a function. So the tensors of a batch become `Watched`, a subclass
 that notes every operation on them and on what is made of them. The model is one operation among these. `Tape.replay`
-does all of it again, with some examples replaced, every shape unchanged and the same random numbers. When the loop
-calls `backward`, or the tape is closed for another reason, all watched tensors are plain ones again.
+does all of it again, with some examples replaced, every shape unchanged and the same random numbers. While
+`backward` runs, and when the tape is closed, all watched tensors are plain ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Watched(Tensor):
         kwargs = kwargs or {}
         tape = Tape.running
         if tape is not None and func is Tensor.backward:
-            tape.stop(*args, **kwargs)
+            return tape.backward(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **kwargs)
         return made if tape is None else tape.note(func, args, kwargs, made)
@@ -60,8 +60,8 @@ def _operation(function: Callable[[Any, Any], Any], reflected: bool) -> Callable
         if not isinstance(other, (int, float)):
             return NotImplemented
         pair = (other, self) if reflected else (self, other)
-        made = _numeric(function(*(value.real for value in pair)))  # of the plain numbers
-        return made if Tape.running is None else Tape.running.note(function, pair, {}, made)
+        made = function(*(value.real for value in pair))  # of the plain numbers
+        return made if Tape.running is None else Tape.running.note(function, pair, {}, _numeric(made))
 
     return of_numbers
 
@@ -176,11 +176,28 @@ class Tape:
         self.pause()
         self._alive.clear()
 
-    def stop(self, loss: Tensor, gradient: Any = None, *_: Any, **options: Any) -> None:
-        """The loop calls backward: its work on this batch is known."""
-        self.loss, self.weights = loss, options.get("gradient", gradient)
-        self.close()
-        self.on_backward(self)
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """The loop calls backward: its work on this batch is known so far. Other losses of it may follow."""
+        self.loss, self.weights = loss, options.get("gradient")
+        self.pause()
+        try:
+            self.on_backward(self)
+            loss.backward(**options)
+        finally:
+            self.go_on()
+
+    def needed(self) -> set[int]:
+        """The ids of what the loss was made of."""
+        found = {id(self.loss), id(self.weights)}
+        for entry in reversed(self.entries):
+            if any(id(made) in found for made in entry.made):
+                found |= {id(value) for value in leaves((entry.args, entry.kwargs))}
+        return found
+
+    def passes(self) -> list[_Entry]:
+        """The passes through the model that the loss was made of."""
+        needed = self.needed()
+        return [entry for entry in self.entries if entry.model and any(id(made) in needed for made in entry.made)]
 
     def _all_become(self, kind: type[Tensor]) -> None:
         for reference in self._alive:
@@ -191,17 +208,19 @@ class Tape:
     def replay(self, sources: Sequence[int], rerun: bool = True, grad: bool = True) -> tuple[Tensor, list[Tensor]]:
         """Loss and model outputs where row i is example `sources[i]`.
 
-        Without `rerun` the model is believed not to mix, and its outputs are rows of those that the loop had.
+        Without `rerun` the model is believed not to mix, and its outputs are rows of those that the loop had. So are
+        those of passes that the loss does not use.
         """
         values: Values = {}
         for row, kept in self.rows:
             values[id(row)] = self._filled(kept, sources)
         made: list[Tensor] = []
+        passes = self.passes() if rerun else []
         set_own_states(self._started)
         with torch.set_grad_enabled(grad):
             for entry in self.entries:
                 with entry.autocast.again():
-                    found = self._again(entry, values, sources, rerun)
+                    found = self._again(entry, values, sources, entry in passes)
                 if entry.model:
                     made += [value for value in found if value.requires_grad]
                 for before, now in zip(entry.made, found, strict=True):

@@ -40,6 +40,7 @@ class Engine(ABC):
         self.present: Callable[[int], int] = lambda units: units  # how many of a batch's units count: the first ones
         self.scales: Mapping[str, Scale] = {}  # what gradients are multiplied with before they are clipped, if at all
         self.keeps_norms = False  # whether `take_norms` is asked; they are private, so nobody keeps them unasked
+        self.inside = False  # whether the model is being run by the engine, within or between the loop's own passes
         self._seen = 0
         self._sums: dict[str, Tensor] = {}
         self._norms: list[Tensor] = []

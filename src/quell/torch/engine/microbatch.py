@@ -87,14 +87,13 @@ class MicrobatchEngine(Engine):
         super().__init__(params, max_grad_norm, loss_reduction)
         self.model, self.size = model, require_count("micro_batch", size)
         self._plain_forward: Callable[..., Any] = model.forward
-        self._inside = False  # whether the model is being run by this engine
         self._open: Pass | None = None
         self._shared: set[tuple[str, int]] = set()  # places of arguments that all examples were seen to share
         self._followed: set[tuple[str, tuple[int, ...]]] = set()  # places that were seen to follow the batch together
         model.forward = CutForward(self, model.forward)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
-        if self._inside or not self.model.training or not torch.is_grad_enabled():
+        if self.inside or not self.model.training or not torch.is_grad_enabled():
             return self._plain_forward(*args, **kwargs)
         self.flush()
         inputs = self._inputs(args, kwargs)
@@ -212,8 +211,9 @@ class MicrobatchEngine(Engine):
 
     def discard(self) -> None:
         super().discard()
-        if self._open is not None and any(leaf.grad is not None for leaf in self._open.leaves):
-            self._open = None
+        with torch._C.DisableTorchFunctionSubclass():  # looking at gradients is no part of the loop's work on a batch
+            if self._open is not None and any(leaf.grad is not None for leaf in self._open.leaves):
+                self._open = None
 
     def _clip(self, inputs: Inputs, gradients: Sequence[Tensor]) -> Clipped:
         """Sums of clipped gradients, given the gradient of every example's own loss at the outputs."""
@@ -258,12 +258,12 @@ class _Example:
             values[place] = row.unsqueeze(0)
         args, kwargs = pytree.tree_unflatten(values, self.inputs.structure)
         engine = self.engine
-        engine._inside = True
+        engine.inside = True
         try:
             with self.inputs.autocast.again():
                 outputs = functional_call(engine.model, params, args, kwargs)
         finally:
-            engine._inside = False
+            engine.inside = False
         flat, self.spec = pytree.tree_flatten(outputs)
         self.others = [None if isinstance(value, Tensor) else value for value in flat]
         tensors = [value for value in flat if isinstance(value, Tensor)]
