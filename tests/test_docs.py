@@ -97,6 +97,11 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     assert quell.plan.cache_info().hits
 
 
+def test_the_pytorch_page_names_the_oldest_version_that_is_installed():
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert f"PyTorch, {oldest} or newer" in (ROOT / "docs" / "pytorch.md").read_text()
+
+
 def run(page: Path) -> None:
     namespace: dict = {}
     texts = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

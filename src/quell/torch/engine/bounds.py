@@ -175,24 +175,16 @@ def wide(values: Tensor) -> Tensor:
 @contextmanager
 def full_precision() -> Iterator[None]:
     """No TF32 and no bfloat16 inside of float32 products: both are thousands of times coarser than what is bounded."""
-    settings = _precisions()
-    before = [getattr(place, name) for place, name, _ in settings]
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    places: tuple[Any, ...] = (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)
+    before = [place.fp32_precision for place in places]
     try:
-        for place, name, value in settings:
-            setattr(place, name, value)
+        for place in places:
+            place.fp32_precision = "ieee"
         yield
     finally:
-        for (place, name, _), value in zip(settings, before, strict=True):
-            setattr(place, name, value)
-
-
-def _precisions() -> list[tuple[Any, str, Any]]:
-    """Where float32 may mean less, the name it goes by in this version of torch, and its value for float32."""
-    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-    if not hasattr(cudnn, "conv"):
-        return [(cuda.matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
-    places = (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)
-    return [(place, "fp32_precision", "ieee") for place in places]
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
 
 
 def _gram(values: Tensor) -> Tensor:

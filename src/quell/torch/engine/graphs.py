@@ -307,7 +307,7 @@ def _growing_segments() -> Iterator[None]:
     A recording's memory is held between steps. In segments of fixed size, what does not fit beside what is in use takes
     one more segment: 446 instead of 346 MiB in all for a small ConvNet.
     """
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # since torch 2.9
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.9 has none
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     usual = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
     if change is None or settings.get("expandable_segments", True) or any("backend" in each for each in usual):
