@@ -690,6 +690,25 @@ def numbers(text):
     return [float(word) for word in text.split()]
 
 
+class Shortened(torch.autograd.Function):
+    """The gradient by its norm over the batch, which doing the forward pass again does not show."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+
+@pytest.mark.parametrize("clipping", MODES)
+def test_a_backward_pass_of_the_loops_own_is_a_warning(clipping):
+    model, optimizer, loader = private(clipping=clipping)
+    with pytest.warns(UncheckedLossWarning, match="the loss uses ShortenedBackward, whose own backward pass"):
+        train(model, optimizer, loader, 3, lambda out, y: cross_entropy(Shortened.apply(out), y))
+
+
 def test_a_loss_that_cannot_be_followed_is_a_warning():
     model, optimizer, loader = private()
     for number, (x, y) in enumerate(loader):

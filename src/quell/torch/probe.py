@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quell.errors import QuellError
 from quell.torch.checks import refuse_unprotected
@@ -165,8 +165,11 @@ class Probe:
     def _refuse_strangers(self, tape: Tape) -> None:
         """A trainable tensor that is not the model's; the model's own parameters are the engine's to refuse."""
         own = {id(parameter) for parameter in self.model.parameters()}
-        for leaf in _leaves(tape):
-            if id(leaf) not in own:
+        for node in _nodes(tape):
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                self._failed = f"the loss uses {node.name()}, whose own backward pass cannot be followed"
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in own:
                 raise QuellError(
                     f"the loss uses a trainable tensor of shape {tuple(leaf.shape)} that is not the model's, and would "
                     "be trained without clipping and noise: make it a parameter of the model, and let the optimizer "
@@ -174,8 +177,8 @@ class Probe:
                 )
 
 
-def _leaves(tape: Tape) -> Iterator[Tensor]:
-    """The trainable tensors that autograd would come to from the loss, other than through the model's outputs."""
+def _nodes(tape: Tape) -> Iterator[Any]:
+    """What autograd would come to from the loss, other than through the model's outputs; leaves are trainable."""
     assert tape.loss is not None
     outputs = {id(value) for entry in tape.entries if entry.model for value in entry.made}
     waiting: list[Any] = [tape.loss.grad_fn]
@@ -184,6 +187,6 @@ def _leaves(tape: Tape) -> Iterator[Tensor]:
         node = waiting.pop()
         if node not in seen:
             seen.add(node)
-            if hasattr(node, "variable") and id(node.variable) not in outputs:
-                yield node.variable
+            if not hasattr(node, "variable") or id(node.variable) not in outputs:
+                yield node
             waiting += [before for before, _ in node.next_functions]
