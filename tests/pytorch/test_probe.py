@@ -225,6 +225,19 @@ def test_losses_that_couple_in_later_rows_and_through_targets(loss, clipping):
     assert optimizer.run.step == 0
 
 
+def test_labels_that_rarely_do_not_count():
+    """One in 33, and the probe looks at eight rows of a batch."""
+    x, _ = examples(400).tensors
+    y = torch.zeros(400, dtype=torch.long).masked_fill(torch.arange(400) % 33 == 20, -100)
+    plan = quell.plan(examples=400, batch_size=100, epochs=1, epsilon=8, delta=1e-3, memory=0, sampling="cyclic")
+    for key in range(4):
+        model, _, loader = private(data=TensorDataset(x, y), plan=plan, key=seeded(key))
+        x_, y_ = next(iter(loader))
+        assert (y_ < 0).any()
+        with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
+            cross_entropy(model(x_), y_).backward()
+
+
 def per_example(out, y):
     return (cross_entropy(out, y, weight=WEIGHTS, reduction="none") * (y > 0)).sum() / len(y)
 

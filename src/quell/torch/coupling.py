@@ -69,13 +69,13 @@ class CouplingTest:
         self.tape, self.model, self.rerun = tape, model, rerun
         half_precision = any(entry.autocast.enabled for entry in tape.entries)
         self.tolerance = 1e-2 if half_precision else 1e-4
-        self.plain = list(range(examples))
+        self.plain = tape.extremes(examples)
         self._random = random.Random(seed)
 
     def problem(self) -> str | None:
         """What is coupled, in a sentence; None where nothing is."""
         self._require_same_loss()
-        base, rows = self._run(self.plain), self.plain
+        base, rows = self._run(self.plain), range(len(self.plain))
         coins = [self._random.randrange(2) for _ in rows]
         failed = []
         for group in ([i % 2 for i in rows], [2 * i // len(rows) for i in rows], coins):
@@ -92,8 +92,8 @@ class CouplingTest:
         """Is anything coupled between the examples of a group, marked by 1, and the others?"""
         source, other = (self._random.choice(self.plain or [0]) for _ in range(2))
         ways = [
-            [source if which else row for row, which in enumerate(group)],
-            [row if which else other for row, which in enumerate(group)],
+            [source if which else row for row, which in zip(self.plain, group, strict=True)],
+            [row if which else other for row, which in zip(self.plain, group, strict=True)],
             [source if which else other for which in group],
         ]
         losses, outputs, gradients = [base.loss], [], []  # of the last two: where they change, of those that are used
@@ -109,7 +109,9 @@ class CouplingTest:
             return self._mixes(ways)
         if _in_both(*gradients[:2]):
             return _LOSS_COUPLES
-        stays = [torch.tensor([row == now for row, now in enumerate(sources)]) for sources in ways[:2]]
+        stays = [
+            torch.tensor([row == now for row, now in zip(self.plain, sources, strict=True)]) for sources in ways[:2]
+        ]
         if any(_out_of_place(both, stays) for both in zip(*outputs[:2], strict=True)):
             return _OUT_OF_PLACE
         own = [output for output, used in zip(base.outputs, base.used, strict=True) if used and not output.dim()]

@@ -128,6 +128,16 @@ class Tape:
             return tensor
         return tensor.index_select(dim, torch.tensor(list(sources), dtype=torch.long, device=tensor.device))
 
+    def extremes(self, count: int) -> list[int]:
+        """So many examples, first those with the least and the most in a tensor, such as a label that is ignored."""
+        if count == self.examples:
+            return list(range(count))
+        found: list[int] = []
+        for row, kept in self.rows:
+            sums = kept.movedim(self._dim(row) or 0, 0).unsqueeze(-1).flatten(1).sum(1, dtype=torch.float64)
+            found += [int(sums.argmin()), int(sums.argmax())]
+        return list(dict.fromkeys([*found, *range(self.examples)]))[:count]
+
     def known(self) -> set[int]:
         return {id(row) for row, _ in self.rows} | {id(made) for entry in self.entries for made in entry.made}
 
