@@ -213,7 +213,7 @@ def test_answers_that_were_cut_off_do_not_count():
 
 
 def test_outputs_without_logits_want_a_loss_of_ones_own():
-    with pytest.raises(QuellError, match="pass example_losses=, a function"):
+    with pytest.raises(QuellError, match="PrivateTrainer example_losses=, a function"):
         losses_for(torch.nn.Linear(1, 1))({"embedding": torch.zeros(2, 3)}, torch.zeros(2))
     with pytest.raises(QuellError, match="give one label to each"):
         losses_for(torch.nn.Linear(1, 1))({"logits": torch.zeros(2, 3, 4)}, torch.zeros(2).long())
