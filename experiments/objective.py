@@ -38,7 +38,8 @@ EXPONENTS = (0.0, 1 / 36, 1 / 18, 1 / 9, 1 / 6, 1 / 4)  # that `JITTER` might ha
 BEFORE, FITTED = "training before", "training, fitted to the other groups"
 SHOWN = ("training", BEFORE, "loss", "rmse")
 BOOTSTRAPS = 300
-FEWEST = 16  # mechanisms of a small task that make a group: the others were not finished
+FEWEST = 3  # mechanisms that make a group: the order of two is chance
+FEWEST_OF_SMALL = 16  # the others were not finished
 LATER, SETTLED = "trained later", "2026-11-16T16:20"
 
 
@@ -171,7 +172,7 @@ def all_groups() -> dict[str, Group]:
         for each in small(task, recipe):
             found[f"small: {task} by {recipe}, ε={each.line['epsilon']:g}"].append(each)
     names = sorted(found, key=lambda name: (name.startswith("small"), not name.startswith("CIFAR"), name))
-    return {name: found[name] for name in names if len(found[name]) >= (FEWEST if name.startswith("small") else 2)}
+    return {n: found[n] for n in names if len(found[n]) >= (FEWEST_OF_SMALL if n.startswith("small") else FEWEST)}
 
 
 def spread(group: Group) -> float | None:
