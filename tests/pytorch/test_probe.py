@@ -200,6 +200,34 @@ def test_a_loss_that_couples_after_one_that_does_not(passes, clipping):
     assert optimizer.run.step == 0
 
 
+def in_a_part(model, x, y):
+    out = torch.zeros_like(y, dtype=torch.float32)[:, None].repeat(1, 3)
+    out[:, :].copy_(model(x))
+    return cross_entropy(out, y)
+
+
+def in_place(model, x, y):
+    out = torch.zeros(len(x), 3)
+    out[:] = model(x)
+    return cross_entropy(out, y)
+
+
+@pytest.mark.parametrize("loss", [in_a_part, in_place])
+@pytest.mark.parametrize("clipping", MODES)
+def test_outputs_that_are_written_into_another_tensor_are_of_the_model(loss, clipping):
+    model, optimizer, loader = private(clipping=clipping)
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        loss(model, x, y).backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+    assert not optimizer.run.guard._why
+    model, optimizer, loader = private(Around(nn.Identity(), lambda layer, x: x - x.mean(0)), clipping=clipping)
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match="the model mixes the examples of a batch"):
+        loss(model, x, y).backward()
+
+
 def second_half(model, x, y):
     """What the loop does with rows that are not among the first few."""
     out, half = model(x), len(x) // 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -196,18 +197,15 @@ class Tape:
         finally:
             self.go_on()
 
-    def needed(self) -> set[int]:
-        """The ids of what the loss was made of."""
-        found = {id(self.loss), id(self.weights)}
-        for entry in reversed(self.entries):
-            if any(id(made) in found for made in entry.made):
-                found |= {id(value) for value in leaves((entry.args, entry.kwargs))}
-        return found
-
     def passes(self) -> list[_Entry]:
         """The passes through the model that the loss was made of."""
-        needed = self.needed()
-        return [entry for entry in self.entries if entry.model and any(id(made) in needed for made in entry.made)]
+        needed, found = _places((self.loss, self.weights)), []
+        for entry in reversed(self.entries):
+            written = entry.made or entry.args[:1]  # of __setitem__, which returns nothing
+            if not needed.isdisjoint(_places(written)):
+                needed |= _places((entry.args, entry.kwargs))
+                found += [entry] if entry.model else []
+        return found
 
     def _all_become(self, kind: type[Tensor]) -> None:
         for reference in self._alive:
@@ -258,6 +256,17 @@ class Tape:
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
         ]
+
+
+def _places(values: Any) -> set[Any]:
+    """The values, and the memory of tensors: what is written into a part of a tensor is in the whole one."""
+    found: set[Any] = set()
+    for value in leaves(values):
+        found.add(id(value))
+        if isinstance(value, Tensor):
+            with suppress(RuntimeError):  # some kinds of tensors have no memory of their own, such as sparse ones
+                found.add(("memory", value.untyped_storage().data_ptr() or id(value)))
+    return found
 
 
 def _ran_dry(before: Any, now: Any) -> bool:
