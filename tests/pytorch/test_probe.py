@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -198,6 +199,52 @@ def test_a_loss_that_couples_after_one_that_does_not(passes, clipping):
     with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
         passes(model, optimizer, x, y)
     assert optimizer.run.step == 0
+
+
+def later_targets(model, optimizer, x, y):
+    """What the loop still has of its first backward pass, whose loss it has not."""
+    half = len(x) // 2
+    out = model(x[:half])
+    cross_entropy(out, y[:half]).backward()
+    wanted = out.detach().square()
+    for rows in (slice(half), slice(half, 2 * half)):
+        functional.mse_loss(model(x[rows]), wanted - wanted.mean(0)).backward()
+
+
+def test_targets_from_before_other_backward_passes():
+    model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
+        later_targets(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("clipping", MODES)
+def test_outputs_are_kept_for_one_backward_pass_only(clipping):
+    """A loop may take a batch in parts because the outputs of the whole one do not fit."""
+    model, optimizer, loader = private(clipping=clipping)
+    for _, (x, y) in zip(range(4), loader, strict=False):
+        optimizer.zero_grad()
+        outputs = []
+        for rows in range(len(x)):
+            out = model(x[rows : rows + 1])
+            outputs.append(weakref.ref(out))
+            (cross_entropy(out, y[rows : rows + 1]) / len(x)).backward()
+            assert sum(output() is not None for output in outputs) <= 2
+        optimizer.step()
+    assert optimizer.run.guard._checked
+    assert not optimizer.run.guard._why
+
+
+def test_losses_that_are_forgotten_drew_random_numbers():
+    model, optimizer, loader = private(clipping="microbatch")
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        out = model(x)
+        cross_entropy(functional.dropout(out), y).backward(retain_graph=True)
+        cross_entropy(functional.dropout(out), y).backward()
+        optimizer.step()
+    assert optimizer.run.guard._checked
+    assert not optimizer.run.guard._why
 
 
 def in_a_part(model, x, y):

@@ -9,10 +9,12 @@ does all of it again, with some examples replaced, every shape unchanged and the
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -102,6 +104,7 @@ class Tape:
     model_nodes: list[Any] = field(default_factory=list)  # where the model's outputs hang in autograd's graph
     _alive: list[weakref.ref[Tensor]] = field(default_factory=list)  # what is watched
     _started: Any = None  # the random numbers that the loop began with
+    _done: int = 0  # so many entries are from before the end of the last backward pass
 
     running: ClassVar[Tape | None] = None  # the one that watches now
 
@@ -191,11 +194,26 @@ class Tape:
         """The loop calls backward: its work on this batch is known so far. Other losses of it may follow."""
         self.loss, self.weights = loss, options.get("gradient")
         self.pause()
+        self._drop_unreachable()
         try:
             self.on_backward(self)
             loss.backward(**options)
+            went_on = partial(set_own_states, own_states())  # where what is forgotten later drew random numbers
+            self.entries.append(_Entry(went_on, (), {}, [], Autocast.now("cpu")))
+            self._done = len(self.entries)
         finally:
             self.go_on()
+
+    def _drop_unreachable(self) -> None:
+        """Drop what was done before an earlier backward pass if only the tape still has the results: no loss uses them.
+
+        A loop that takes a batch in parts, one backward pass each, has memory for the outputs of one part only.
+        """
+        for place in reversed(range(self._done)):
+            made = self.entries[place].made
+            if made and max(_references(made)) == _references([object()])[0]:
+                del self.entries[place]
+                self._done -= 1
 
     def passes(self) -> list[_Entry]:
         """The passes through the model that the loss was made of."""
@@ -267,6 +285,10 @@ def _places(values: Any) -> set[Any]:
             with suppress(RuntimeError):  # some kinds of tensors have no memory of their own, such as sparse ones
                 found.add(("memory", value.untyped_storage().data_ptr() or id(value)))
     return found
+
+
+def _references(values: list[Any]) -> list[int]:
+    return [sys.getrefcount(value) for value in values]
 
 
 def _ran_dry(before: Any, now: Any) -> bool:
