@@ -881,3 +881,15 @@ def test_errors_inside_the_engines_are_sentences(clipping):
 def test_compiled_models(clipping):
     model, optimizer, loader = private(clipping=clipping)
     three_steps((torch.compile(model, backend="eager"), optimizer, loader))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+@pytest.mark.parametrize("clipping", MODES)
+def test_compiled_losses(clipping):
+    """They run as they are written while the probe watches: compilers cannot take watched tensors."""
+    torch.compiler.reset()
+    three_steps(private(clipping=clipping), torch.compile(per_example, backend="aot_eager"))
+    model, _, loader = private(clipping=clipping)
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
+        torch.compile(contrastive, backend="aot_eager")(model(x), y).backward()

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from quell.noise.stream import uncompiled
 from quell.torch.autocast import Autocast
 from quell.torch.nested import leaves, mapped, tensors_in
 from quell.torch.random_states import own_states, set_own_states
@@ -32,13 +33,19 @@ class Watched(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tape = Tape.running
-        if tape is not None and func is Tensor.backward:
-            return tape.backward(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            made = func(*args, **kwargs)
-        return made if tape is None else tape.note(func, args, kwargs, made)
+        # A compiled loss runs as it is written: what torch.compile would make of it cannot be followed.
+        run = uncompiled(_followed) if torch.compiler.is_compiling() else _followed
+        return run(func, args, kwargs or {})
+
+
+def _followed(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on watched tensors."""
+    tape = Tape.running
+    if tape is not None and func is Tensor.backward:
+        return tape.backward(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        made = func(*args, **kwargs)
+    return made if tape is None else tape.note(func, args, kwargs, made)
 
 
 class _Number:
