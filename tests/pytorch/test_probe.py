@@ -211,6 +211,39 @@ def later_targets(model, optimizer, x, y):
         functional.mse_loss(model(x[rows]), wanted - wanted.mean(0)).backward()
 
 
+def by_the_loss_before(model, optimizer, x, y):
+    half = len(x) // 2
+    loss = cross_entropy(model(x[:half]), y[:half])
+    loss.backward()
+    ((model(x[half:]) - loss.item()).square().mean() / 2).backward()
+
+
+def numbers_of_parts(model, optimizer, x, y):
+    """What loops log, and save."""
+    total = 0.0
+    for rows in (slice(8), slice(8, None)):
+        loss = cross_entropy(model(x[rows]), y[rows], reduction="sum") / len(x)
+        loss.backward()
+        total += loss.item()
+        assert type(total) is type(loss.item()) is float
+        assert type((y > 0).sum().item()) is int
+
+
+@pytest.mark.parametrize("clipping", MODES)
+def test_numbers_after_a_backward_pass(clipping):
+    model, optimizer, loader = private(clipping=clipping)
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        numbers_of_parts(model, optimizer, x, y)
+        optimizer.step()
+    assert optimizer.run.guard._checked
+    assert not optimizer.run.guard._why
+    model, optimizer, loader = private(clipping=clipping)
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
+        by_the_loss_before(model, optimizer, x, y)
+
+
 def test_targets_from_before_other_backward_passes():
     model, optimizer, loader = private()
     x, y = next(iter(loader))

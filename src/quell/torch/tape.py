@@ -159,9 +159,12 @@ class Tape:
 
     def note(self, function: Any, args: Any, kwargs: Any, made: Any) -> Any:
         """Write an operation down; what it made is watched from now on."""
-        if function is Tensor.item:
+        kinds: tuple[type, ...] = (Tensor, _Number)
+        if function is Tensor.item and self._done:
+            kinds = (float,)  # loops log and save it: a plain number, followed where it is used itself
+        elif function is Tensor.item:
             made = _numeric(made)
-        found = [value for value in leaves(made) if isinstance(value, (Tensor, _Number))]
+        found = [value for value in leaves(made) if isinstance(value, kinds)]
         if found or getattr(function, "__name__", "") in ("__setitem__", "register_hook"):
             self._write(function, args, kwargs, found)
         return made
@@ -268,7 +271,7 @@ class Tape:
         args, kwargs = mapped(lambda value: values.get(id(value), value), (entry.args, entry.kwargs))
         if not entry.model:
             made = list(leaves(entry.function(*args, **kwargs)))
-            number = entry.made and isinstance(entry.made[0], _Number)
+            number = entry.made and not isinstance(entry.made[0], Tensor)
             return made if number else [value for value in made if isinstance(value, Tensor)]
         began, went_on = entry.random
         if rerun:
