@@ -280,19 +280,19 @@ def test_losses_that_are_forgotten_drew_random_numbers():
     assert not optimizer.run.guard._why
 
 
-def in_a_part(model, x, y):
+def written_into_a_part(model, x, y):
     out = torch.zeros_like(y, dtype=torch.float32)[:, None].repeat(1, 3)
     out[:, :].copy_(model(x))
     return cross_entropy(out, y)
 
 
-def in_place(model, x, y):
+def written_into(model, x, y):
     out = torch.zeros(len(x), 3)
     out[:] = model(x)
     return cross_entropy(out, y)
 
 
-@pytest.mark.parametrize("loss", [in_a_part, in_place])
+@pytest.mark.parametrize("loss", [written_into_a_part, written_into])
 @pytest.mark.parametrize("clipping", MODES)
 def test_outputs_that_are_written_into_another_tensor_are_of_the_model(loss, clipping):
     model, optimizer, loader = private(clipping=clipping)
