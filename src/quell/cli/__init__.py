@@ -6,7 +6,9 @@ status 1, and so is one that an audit breaks.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from importlib import import_module
 from typing import Annotated, Any, cast
 
@@ -106,6 +108,7 @@ def _root(
 def main() -> None:
     """Entry point: every error that a person can fix is one sentence, and an example where something is missing."""
     terminal.set_width()
+    sys.unraisablehook = _interrupt_again
     try:
         status = app(standalone_mode=False, prog_name="quell")
     except QuellError as problem:
@@ -120,6 +123,14 @@ def main() -> None:
     if status == _INTERRUPTED:
         terminal.complain("interrupted")
     sys.exit(status)
+
+
+def _interrupt_again(problem: Any) -> None:
+    """Ctrl-C while compiled code calls Python, as Numba does, would be printed and forgotten: repeat it soon after."""
+    if issubclass(problem.exc_type, KeyboardInterrupt):
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    else:
+        sys.__unraisablehook__(problem)
 
 
 def _sentence(problem: Any) -> str:
