@@ -90,14 +90,15 @@ def main(number: int, port: str, folder: Path) -> None:
     state, rows = optimizer.init(params), []
     apart = {name: spread(np.full(shape, number, np.float32), spec) for name, (shape, spec) in SHAPES.items()}
     found["sums apart"] = refused(lambda: check(jax.jit(optimizer.update)(apart, state, params)[1]))
-    drawn = batches(private, EXAMPLES, devices=4)
-    for indices, mask in drawn:
+    drawn = []
+    for indices, mask in batches(private, EXAMPLES, devices=4):
+        drawn.append(indices.tolist())
         parts = [spread(each, P(everyone)) for each in (x[indices], y[indices], mask)]
         sums, updates, state = step(params, state, (parts[0], parts[1]), parts[2])
         whole = gathered(sums, updates)
         rows.append([{name: np.asarray(leaf).ravel().tolist() for name, leaf in tree.items()} for tree in whole])
     check(state)
-    found["rows"], found["key"], found["indices"] = rows, private.key.id, [i.tolist() for i, _ in drawn]
+    found["rows"], found["key"], found["indices"] = rows, private.key.id, drawn
     found["report"] = private.report(state).steps_done if number == 0 else refused(lambda: private.report(state))
     _, updates, state = step(params, state, (parts[0], parts[1]), parts[2])
     found["past the plan"] = refused(lambda: check(state))

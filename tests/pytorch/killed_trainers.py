@@ -62,8 +62,9 @@ def lightning(folder: Path, report: int) -> torch.nn.Module:
     keep = pl.callbacks.ModelCheckpoint(folder, "last", every_n_train_steps=3, enable_version_counter=False)
     reports = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *arguments: os.write(report, b"."))
     fitted = trainer(folder, private, keep, reports, enable_checkpointing=True, max_epochs=4)
-    saved = [folder / name for name in ("last.ckpt", "start.ckpt") if list(folder.glob(f"{name}*"))]
-    fitted.fit(module, private.loader, ckpt_path=saved[0] if saved else None, weights_only=True)
+    names = ("last.ckpt", "start.ckpt")
+    whole = [name for name in names for end in ("", ".before") if (folder / f"{name}{end}").exists()]
+    fitted.fit(module, private.loader, ckpt_path=folder / whole[0] if whole else None, weights_only=True)
     return module
 
 
