@@ -203,3 +203,24 @@ def test_what_is_shared_as_a_mean_over_many_rows_is_seen_too(clipping):
     LayerEngine(model, params, 1.0, "sum") if clipping == "parts" else MicrobatchEngine(model, params, 1.0, "sum", 32)
     with pytest.raises(QuellError, match="one may be shared by all examples and be as long as the first batch"):
         (model.layer if clipping == "parts" else model)(torch.randn(64, WIDTH), prototypes).sum().backward()
+
+
+class DrawsAlways(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, condition):
+        return self.layer(x + torch.randn_like(x)) + condition
+
+
+def test_a_model_that_draws_in_eval_mode_is_named_as_such():
+    model = DrawsAlways()
+    MicrobatchEngine(model, dict(model.named_parameters()), 1.0, "sum", 4)
+    x = torch.randn(8, WIDTH)
+    with pytest.raises(QuellError, match="draws random numbers in eval mode too"):
+        model(x, x)
+    before = torch.random.get_rng_state()
+    with pytest.raises(QuellError, match="draws random numbers in eval mode too"):
+        model(x, x)
+    assert torch.equal(before, torch.random.get_rng_state())

@@ -497,3 +497,27 @@ def test_bfloat16_autocast_and_every_kind_of_layer(replays):
         found = both(small_plan(), loop, make=Words, data=data)
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-3)
     assert replays
+
+
+def test_a_number_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch, replays):
+    monkeypatch.setattr(graphs, "_REMEMBERED", 3)
+
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x, time):
+            return self.layers(x) * time
+
+    model, optimizer, loader = start(small_plan(), Timed(), cuda_graphs=True)
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x, 1.0 + step), y).backward()
+        optimizer.step()
+        assert len(model.forward._seen) <= 3
+    assert not replays
+
+
+def test_true_and_one_are_recorded_apart():
+    assert len({graphs._described(value) for value in (True, 1, 1.0)}) == 3

@@ -106,8 +106,7 @@ def test_a_weight_that_leaks_into_the_output_later(plan):
 def test_a_sum_that_no_clipped_gradients_can_have(clipping, plan, monkeypatch):
     """The mutation: factors that clip nothing."""
     model, optimizer, loader = private(plan, clipping)
-    place = "clipping" if clipping == "microbatch" else "engine.layers"
-    monkeypatch.setattr(f"quell.torch.{place}.clip_factors", lambda norms, bound: torch.full_like(norms, 100.0))
+    monkeypatch.setattr("quell.torch.engine.together.clip_factors", lambda norms, bound: torch.full_like(norms, 100.0))
     with pytest.raises(QuellError, match=r"more than 8 gradients clipped to 1 can have"):
         one_step(model, optimizer, next(iter(loader)))
     assert optimizer.run.step == 0

@@ -252,8 +252,8 @@ def test_presence_changes_nobody_elses_bits(make, inputs, instead):
         ((norms, bound),) = engine.measured
         others = torch.arange(units) != gone
         factors = clip_factors(norms, bound)
-        sums = engine._sums_of(pieces, factors * others)  # made of all rows, of which one counts for nothing
-        own = engine._sums_of(pieces, (~others).float())
+        sums = _weighted(engine, pieces, factors * others)  # made of all rows, of which one counts for nothing
+        own = _weighted(engine, pieces, (~others).float())
         found.append(((norms[others], factors[others], sums), own))
     (seen, own), (seen_now, own_now) = found
     torch.testing.assert_close(seen, seen_now, rtol=0, atol=0)
@@ -330,6 +330,24 @@ class Dropped(nn.Module):
         return nn.functional.dropout(found[0] if isinstance(found, tuple) else found, 0.3, self.training)
 
 
+def test_attention_that_is_causal_needs_the_mask_also_beside_one_for_padding():
+    """torch refuses it too: a padding mask alone would let tokens see later ones."""
+
+    class Causal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.MultiheadAttention(6, 2, batch_first=True)
+
+        def forward(self, x):
+            padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+            return self.layer(x, x, x, key_padding_mask=padding, is_causal=True, need_weights=False)[0]
+
+    model = Causal()
+    LayerEngine(model, dict(model.named_parameters()), 1.0, "mean")
+    with pytest.raises(QuellError, match="needs its attn_mask too"):
+        model(torch.randn(4, 5, 6))
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -347,3 +365,15 @@ def test_dropout_around_written_out_layers_passes_the_look_at_the_first_batch(ma
     model(torch.randn(4, 5, 6)).square().sum().backward()
     assert engine.collect()[0] == 4
     assert all(module.dropout == share == 0.3 for module, share in shares)
+
+
+def _weighted(engine, pieces, weights):
+    from quell.torch.engine.together import sums_of
+
+    made = iter(sums_of([piece for parts in pieces.values() for piece in parts], weights))
+    sums = {}
+    for names, parts in pieces.items():
+        whole = sum(next(made) for _ in parts).float()
+        sizes = [engine.params[name].numel() for name in names]
+        sums |= {n: t.view(engine.params[n].shape) for n, t in zip(names, whole.split(sizes), strict=True)}
+    return sums

@@ -373,3 +373,16 @@ def test_norms_of_groups_that_are_clipped_apart(tmp_path):
     (row,) = logged_rows(tmp_path)
     assert float(row["median_norm_not_private"]) == pytest.approx(np.median(one), rel=1e-4)
     assert float(row["clipped_share_not_private"]) == pytest.approx(np.mean(np.array(head) > 0.5))
+
+
+def test_norms_that_are_not_finite_are_logged_as_infinite(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    log = Log(tmp_path, every=1, norms=True)
+    model, optimizer, loader = make_private(model, optimizer, examples(), small_plan(), 1.0, log=log)
+    x, y = next(iter(loader))
+    (nn.functional.cross_entropy(model(x), y) * 1e37).backward()
+    optimizer.step()
+    optimizer.close()
+    (row,) = logged_rows(tmp_path)
+    assert row["median_norm_not_private"] == "inf"

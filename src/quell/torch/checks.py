@@ -55,8 +55,12 @@ def warn_about_sampler(data: Any) -> None:
     """The plan draws the batches: say so where the loader that was given has its own idea of them."""
     if not isinstance(data, DataLoader):
         return
-    plain = isinstance(data.sampler, (SequentialSampler, RandomSampler, DistributedSampler))
-    for own in [data.sampler] * (not plain) + [data.batch_sampler] * (type(data.batch_sampler) is not BatchSampler):
+    own_samplers = []
+    if not isinstance(data.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
+        own_samplers.append(data.sampler)
+    if type(data.batch_sampler) is not BatchSampler:
+        own_samplers.append(data.batch_sampler)
+    for own in own_samplers:
         warnings.warn(
             f"the loader's {type(own).__name__} is not used: who is in a batch is decided by the plan, whose promise "
             "is about its own sampling",

@@ -16,10 +16,10 @@ from torch.func import grad, vmap
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
-from quell.torch.clip_norms import Bounds, Measured, clip_factors
+from quell.torch.clip_norms import Bounds, Measured
 from quell.torch.engine.bounds import full_precision
 from quell.torch.engine.pieces import Rows
-from quell.torch.engine.together import sums_of, whole_norms
+from quell.torch.engine.together import clipped
 
 ExampleLoss = Callable[..., Tensor]
 Gradients = Mapping[str, Tensor]  # per-example: (micro-batch, *shape of the parameter)
@@ -79,15 +79,10 @@ def sum_clipped(micro_batches: Iterable[Gradients], params: Mapping[str, Tensor]
     totals = {n: torch.zeros(p.shape, dtype=torch.float64, device=p.device) for n, p in params.items()}
     seen = []
     for gradients in micro_batches:
-        measured: Measured = []
         with torch.no_grad(), full_precision():
-            for bound in bounds.groups:
-                names = [name for name in params if name in bound.names]
-                pieces = [Rows(gradients[name]) for name in names]
-                norms = whole_norms([piece] for piece in pieces)
-                measured.append((norms, bound))
-                for name, total in zip(names, sums_of(pieces, clip_factors(norms, bound)), strict=True):
-                    totals[name].view(-1).add_(total)
+            made, measured = clipped({(name,): [Rows(gradients[name])] for name in params}, bounds)
+            for (name,), total in made.items():
+                totals[name].view(-1).add_(total)
         seen.append(measured)
     return Clipped({name: total.float() for name, total in totals.items()}, seen)
 

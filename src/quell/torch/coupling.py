@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quell.errors import QuellError
 from quell.torch.engine.bounds import wide
 from quell.torch.nested import tensors_in
+from quell.torch.random_states import kept_states
 from quell.torch.tape import Tape
 
 _AT_ONCE = 1 << 22  # numbers that are compared at once
@@ -235,22 +237,36 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def follow_the_batch(outputs: Callable[[int], Sequence[Tensor]], examples: int) -> bool:
+def follow_the_batch(model: nn.Module, outputs: Callable[[int], Sequence[Tensor]], examples: int) -> bool:
     """Whether those of the first examples stay the same without the others, which `outputs(count)` leaves out.
 
-    One example less hardly moves a mean over many, so only half of them, and a single one, are tried too.
+    One example less hardly moves a mean over many, so only half of them, and a single one, are tried too. A model that
+    draws random numbers in eval mode would differ anyway, and is refused.
     """
-    try:
-        whole = outputs(examples)
-        for count in {examples - 1, (examples + 1) // 2, 1}:
-            for before, after in zip(whole, outputs(count), strict=True):
-                if not before.dim() or len(before) != examples:
-                    continue
-                tolerance = 1e-2 if before.element_size() < 4 or before.is_cuda else 1e-3  # a GPU may use TF32
-                if after.shape[:1] != (count,) or bool(differ(before[:count], after, tolerance).any()):
-                    return False
-    except (RuntimeError, IndexError, ValueError):
-        return False
+    with torch.no_grad(), kept_states(), in_eval_mode(model), restored_buffers(model):
+        try:
+            whole, again = outputs(examples), outputs(examples)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        if not _alike(whole, again, examples, examples):
+            raise QuellError(
+                "the model draws random numbers in eval mode too, so it cannot be seen which of its inputs all "
+                "examples share: let it draw them in training only (if self.training), or give it a single input"
+            )
+        try:
+            counts = {examples - 1, (examples + 1) // 2, 1}
+            return all(_alike(whole, outputs(count), count, examples) for count in counts)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+
+
+def _alike(whole: Sequence[Tensor], some: Sequence[Tensor], count: int, examples: int) -> bool:
+    """Whether the first `count` rows are the same in both, of what has a row per example."""
+    for before, after in zip(whole, some, strict=True):
+        if before.dim() and len(before) == examples:
+            tolerance = 1e-2 if before.element_size() < 4 or before.is_cuda else 1e-3  # a GPU may use TF32
+            if after.shape[:1] != (count,) or bool(differ(before[:count], after, tolerance).any()):
+                return False
     return True
 
 

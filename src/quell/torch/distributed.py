@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -69,38 +69,29 @@ def agree(own: bytes, note: Callable[[bytes], None]) -> None:
 def decided(work: Callable[[], Made]) -> Made:
     """What rank 0 made, on every rank; where it failed, all fail."""
     rank, size = world()
-    message: list[Any] = [None, None]
-    failed: Exception | None = None
-    if rank == 0:
-        try:
-            message[0] = work()
-        except Exception as error:
-            failed = error
-            message[1] = f"rank 0 failed: {error}"
+    made, failed = (None, None) if rank else _tried(work)
+    message: list[Any] = [made, None if failed is None else f"rank 0 failed: {failed}"]
     if size > 1:
         torch.distributed.broadcast_object_list(message, src=0)
-    if failed is not None:
-        raise failed
     if message[1] is not None:
-        raise QuellError(message[1])
-    made: Made = message[0]
-    return made
+        raise failed or QuellError(message[1])
+    return cast(Made, message[0])
 
 
 def together(work: Callable[[], Made]) -> Made:
     """What each rank made itself; where it failed on one, as on rank 0 that opens the files, all fail."""
-    failed: Exception | None = None
-    try:
-        made = work()
-    except Exception as error:
-        failed = error
-    problems = gather(None if failed is None else str(failed))
-    if failed is not None:
-        raise failed
-    for rank, problem in enumerate(problems):
+    made, failed = _tried(work)
+    for rank, problem in enumerate(gather(None if failed is None else str(failed))):
         if problem is not None:
-            raise QuellError(f"rank {rank} failed: {problem}")
-    return made
+            raise failed or QuellError(f"rank {rank} failed: {problem}")
+    return cast(Made, made)
+
+
+def _tried(work: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
 
 
 def gather(value: Any) -> list[Any]:

@@ -28,10 +28,13 @@ _LIST = "quell.json"
 
 def write_file(state: Any, path: Path) -> None:
     """Write plain data and tensors, and force them onto the disk."""
-    with open(path, "wb", opener=_for_owner) as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "wb", opener=_for_owner) as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise QuellError(f"{path} could not be written: {error}") from error
 
 
 def read_file(path: Path) -> Any:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ class PrivateTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """The next planned step; how many tokens it has is not asked for, because the loss does not depend on it."""
-        return list(filter(None, [next(epoch_iterator, None)])), None
+        return list(islice(epoch_iterator, 1)), None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """All parts of a planned batch; Trainer's own `optimizer.step()` comes after the last."""
@@ -368,7 +369,7 @@ class PrivateTrainer(Trainer):
             yield "fp16 scales the loss, and with it what clipping sees: use bf16"
         if "loss_reduction" in self._private:
             yield "private={'loss_reduction': ...} is PrivateTrainer's own matter: pass example_losses"
-        if args.max_steps < 0 and args.num_train_epochs > epochs:
+        if args.max_steps <= 0 and args.num_train_epochs > epochs:
             yield (
                 f"num_train_epochs={args.num_train_epochs:g} but the plan covers {epochs}: pass "
                 f"num_train_epochs={epochs}, or make a plan for more"

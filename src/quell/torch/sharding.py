@@ -90,18 +90,16 @@ def own_share(total: Tensor, parameter: Any) -> Tensor:
     return total.view(-1)[shard.offset : shard.offset + shard.length].reshape(local(parameter).shape).clone()
 
 
-def copies(tensor: Any, world: int) -> int:
-    """On how many ranks each element lies."""
-    if not is_sharded(tensor):
-        return world
+def _copies(tensor: Any) -> int:
+    """On how many ranks each element of a sharded tensor lies."""
     mesh = tensor.device_mesh
     return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
 
 
-def own_square(parameters: Sequence[Any], sums: Sequence[Tensor], world: int) -> Tensor:
+def own_square(parameters: Sequence[Any], sums: Sequence[Tensor]) -> Tensor:
     """() float64, what this rank adds to the squared norm of sharded sums, of which it holds its own slices."""
     squares = [
-        norm_of([held]).to(held.device, torch.float64).square() / copies(parameter, world)
+        norm_of([held]).to(held.device, torch.float64).square() / _copies(parameter)
         for parameter, held in zip(parameters, sums, strict=True)
     ]
     return torch.stack(squares).sum()

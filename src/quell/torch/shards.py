@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.torch.distributed import decided, gather, world
+from quell.torch.distributed import decided, together, world
 from quell.torch.folders import read_file, write_file
 from quell.torch.sharding import Slices, is_sharded, local, shard_of
 
@@ -41,15 +41,8 @@ def write_slices(state: Any, folder: Path) -> None:
         return leaf
 
     tree, (rank, ranks) = pytree.tree_map(kept, state), world()
-    problem = None
-    try:
-        part = {"state": None if rank else tree, "ranks": ranks, "slices": slices, "own": own}
-        write_file(part, folder / _name(rank))
-    except OSError as error:
-        problem = f"rank {rank} could not write its part of {folder}: {error}"
-    for said in gather(problem):
-        if said is not None:
-            raise QuellError(said)
+    part = {"state": None if rank else tree, "ranks": ranks, "slices": slices, "own": own}
+    together(lambda: write_file(part, folder / _name(rank)))
     decided(lambda: _require_all(folder, ranks))
 
 

@@ -125,7 +125,7 @@ class Watch:
     def _square(self, released: Sequence[Tensor]) -> Tensor:
         """() the squared norm of what was released; of sharded tensors, this rank's part of it."""
         if self._sharded:
-            return own_square(self._params, released, self._run.world)
+            return own_square(self._params, released)
         return norm_of(released).double().square()
 
     def _finish(self, interval: Interval) -> None:
@@ -156,7 +156,7 @@ class Watch:
             noise = [_between(*both) for both in due.interval.noise]
             row["noise_seconds"] = median(noise) if noise else None  # the first step compiles
         if due.norms is not None:
-            norms, relative = np.nan_to_num(np.reshape(due.norms.numbers(), (-1, 2)), nan=np.inf).T
+            norms, relative = np.nan_to_num(np.reshape(due.norms.numbers(), (-1, 2)), nan=np.inf, posinf=np.inf).T
             row["clipped_share_not_private"] = float(np.mean(relative > 1)) if len(norms) else None
             row["median_norm_not_private"] = float(np.median(norms)) if len(norms) else None
         return row

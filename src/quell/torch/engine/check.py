@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,12 +51,8 @@ class FirstBatch:
         """Keep the gradients of the model's outputs when they arrive."""
         tensors = _differentiable(outputs)
         self._gradients = [None] * len(tensors)
-
-        def keep(gradient: Tensor, place: int) -> None:
-            self._gradients[place] = gradient
-
         for place, value in enumerate(tensors):
-            value.register_hook(lambda gradient, place=place: keep(gradient, place))
+            value.register_hook(partial(self._gradients.__setitem__, place))
 
     def compare(self) -> bool:
         """Refuse gradients that are not autograd's. Whether this batch could show it.
@@ -141,8 +138,8 @@ class FirstBatch:
                 parameter = engine.params[name]
                 for piece in parts:
                     numbers = torch.arange(piece.units, device=parameter.device)
-                    left_out = numbers < 0 if place is None else numbers != place
-                    total = piece.sum((~left_out).float())
+                    wanted = numbers >= 0 if place is None else numbers == place
+                    total = piece.sum(wanted.float())
                     found[name] = found.get(name, 0.0) + total.view(parameter.shape)
         return found
 

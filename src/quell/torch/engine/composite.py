@@ -47,7 +47,7 @@ def attention(
         made = list(engine.tapped(layer, _projections, made, inputs))
     q, k, v = (x.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for x in made)
     mask = _attention_mask(q, key_padding_mask, attn_mask)
-    if mask is None and is_causal:
+    if attn_mask is None and is_causal:
         raise QuellError("nn.MultiheadAttention with is_causal=True needs its attn_mask too, as torch documents it")
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3]) if need_weights else None
     if scores is None:
@@ -207,8 +207,7 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 def _rnn(from_input: Tensor, from_state: Tensor, state: Tensors, layer: Any) -> Tensors:
     total = from_input + from_state
-    tanh = "TANH" in getattr(layer, "mode", "") or getattr(layer, "nonlinearity", "") == "tanh"
-    return (torch.tanh(total) if tanh else torch.relu(total),)
+    return (torch.tanh(total) if layer.nonlinearity == "tanh" else torch.relu(total),)
 
 
 def _lstm(from_input: Tensor, from_state: Tensor, state: Tensors, layer: Any) -> Tensors:

@@ -20,7 +20,7 @@ from quell.errors import QuellError
 from quell.noise.stream import uncompiled
 from quell.torch.autocast import Autocast, lowered
 from quell.torch.checks import in_a_sentence
-from quell.torch.coupling import follow_the_batch, in_eval_mode, restored_buffers
+from quell.torch.coupling import follow_the_batch
 from quell.torch.engine.base import StandIn
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Rows
@@ -208,9 +208,7 @@ def _tell_apart(
         cut = [value[:count] if place in as_long else value for place, value in enumerate(inputs)]
         return engine.unwatched(partial(call, *cut))
 
-    with torch.no_grad(), kept_states(), in_eval_mode(module), restored_buffers(module):
-        follow = follow_the_batch(outputs, examples)
-    if not follow:
+    if not follow_the_batch(module, outputs, examples):
         raise QuellError(
             f"{layer.name} gets {len(as_long)} inputs of {examples} rows, and without their last ones other outputs "
             "change: one may be shared by all examples and be as long as the first batch by chance; give what is "

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
 
 _USUAL = 2  # passes of one kind that run as usual before they are recorded
+_REMEMBERED = 100  # kinds of passes that are counted
 _TRIES = 3  # after so many failed recordings of whatever kind there are no more
 _MOST = 2  # recordings that are kept, because each holds the memory of its passes
 
@@ -94,6 +95,8 @@ class GraphedForward(StandIn):
         kind = where, autocast, repr(structure), *map(_described, leaves)
         if kind in self._recordings:
             return self._recordings[kind]
+        if len(self._seen) == _REMEMBERED:  # something changes at every step, such as a number that is passed
+            self._seen.clear()
         self._seen[kind] += 1
         if self._seen[kind] <= _USUAL or not _recordable(leaves, engine.device):
             return None
@@ -279,7 +282,7 @@ def _memory_of(value: Tensor) -> Tensor:
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device, value.requires_grad
-    return value if isinstance(value, _PLAIN) else id(value)
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
 
 
 def _recordable(leaves: list[Any], device: torch.device) -> bool:

@@ -265,9 +265,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _triton() -> Any:
-    """The kernels, or None where there is no Triton with tensor descriptors."""
+    """The kernels, or None where there is no Triton."""
     try:
         from quell.torch.engine import triton_kernels
     except ImportError:
         return None
-    return triton_kernels if triton_kernels.CAN_DESCRIBE else None
+    return triton_kernels

@@ -17,15 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from quell.errors import QuellError
-from quell.torch.clip_norms import Bounds, ClipNorm, Measured, clip_factors
-from quell.torch.distributed import sum_over_ranks, world
+from quell.torch.clip_norms import Bounds, ClipNorm, Measured
+from quell.torch.distributed import sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.check import FirstBatch
@@ -35,7 +34,7 @@ from quell.torch.engine.rules import Rule
 from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
-from quell.torch.engine.together import Names, gathered, merged, sums_of, whole_norms
+from quell.torch.engine.together import Names, clipped, gathered, merged
 from quell.torch.nested import tensors_in
 from quell.torch.sharding import own_share, own_square
 from quell.torch.transfer import Awaited
@@ -276,23 +275,16 @@ class LayerEngine(Engine):
         return pieces, units.pop()
 
     def clipped(self, pieces: Mapping[Names, list[Piece]], units: int, present: int | Tensor) -> dict[str, Tensor]:
-        """The clipped sums of the first units that are `present`. The host waits for nothing here.
-
-        A unit whose gradient is not finite gets the factor 0.
-        """
+        """The clipped sums of the first units that are `present`."""
         scale = units if self.mean_loss else 1 / self.rows_per_unit
+        every = isinstance(present, int) and present >= units
+        counts = None if every else torch.arange(units, device=self.device) < present
+        made, self.measured = clipped(pieces, self.bounds, scale, counts)
         sums: dict[str, Tensor] = {}
-        self.measured = []
-        for bound in self.bounds.groups:
-            own = {names: parts for names, parts in pieces.items() if names[0] in bound.names}
-            if not own:  # in a pass that did not use these parameters
-                continue
-            norms = whole_norms(own.values(), scale)
-            self.measured.append((norms, bound))
-            factors = clip_factors(norms, bound) * scale
-            if isinstance(present, Tensor) or present < units:
-                factors = factors * (torch.arange(units, device=factors.device) < present)
-            sums |= self._sums_of(own, factors)
+        for names, total in made.items():
+            own, total = [self.params[name] for name in names], total.float()
+            parts = total.split([p.numel() for p in own]) if len(own) > 1 else (total,)
+            sums |= {n: own_share(part.view(p.shape), p) for n, p, part in zip(names, own, parts, strict=True)}
         return sums
 
     def _take(self, examples: int, sums: Mapping[str, Tensor], norm: Tensor) -> None:
@@ -309,22 +301,9 @@ class LayerEngine(Engine):
             self._refuse_too_large(float(self._last_sum[0]), self._last_sum[1])
             self._last_sum = None  # not after an error: what was too large has been released
 
-    def _sums_of(self, pieces: Mapping[Names, list[Piece]], factors: Tensor) -> dict[str, Tensor]:
-        made = iter(sums_of([piece for parts in pieces.values() for piece in parts], factors))
-        sums = {}
-        for names, parts in pieces.items():
-            first, *others = islice(made, len(parts))
-            for other in others:
-                first = first.reshape(-1) + other.reshape(-1)
-            whole = first.view(-1).float()
-            sizes = [self.params[name].numel() for name in names]
-            for name, total in zip(names, whole.split(sizes) if len(names) > 1 else (whole,), strict=True):
-                sums[name] = own_share(total.view(self.params[name].shape), self.params[name])
-        return sums
-
     def _norm_over_ranks(self, sums: Mapping[str, Tensor], examples: int) -> tuple[float, int]:
         """The norm of sharded sums, and of how many examples on all ranks they are."""
-        own = own_square([self.params[name] for name in sums], list(sums.values()), world()[1])
+        own = own_square([self.params[name] for name in sums], list(sums.values()))
         both = torch.stack([own, own.new_tensor(examples)])
         sum_over_ranks([both])
         square, number = both.tolist()

@@ -24,7 +24,7 @@ from quell.torch.autocast import Autocast
 from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
-from quell.torch.coupling import follow_the_batch, in_eval_mode, restored_buffers
+from quell.torch.coupling import follow_the_batch
 from quell.torch.engine.base import Engine, StandIn, is_differentiable
 from quell.torch.engine.bounds import norm_of
 from quell.torch.engine.rules import pulled_back
@@ -129,9 +129,7 @@ class MicrobatchEngine(Engine):
         way = str(inputs.structure), tuple(inputs.mapped)
         if way in self._followed or inputs.examples < 2 or len(inputs.mapped) < 2:
             return
-        with in_eval_mode(self.model), restored_buffers(self.model):
-            follow = follow_the_batch(partial(self._plainly, inputs), inputs.examples)
-        if not follow:
+        if not follow_the_batch(self.model, partial(self._plainly, inputs), inputs.examples):
             raise QuellError(
                 f"the model was given several tensors of {inputs.examples} rows, and without their last ones other "
                 "outputs change: one may be shared by all examples and be as long as the first batch by chance; give "
@@ -152,10 +150,10 @@ class MicrobatchEngine(Engine):
         if not inputs.examples:
             return self._plain_forward(*args, **kwargs)
         example = _Example(self, inputs)
-        run = vmap(example, in_dims=(None,) + (0,) * len(inputs.mapped), randomness="different")
+        dims = (None,) + (0,) * len(inputs.mapped)
+        run = vmap(example, in_dims=dims, randomness="different", chunk_size=self.size)
         with in_a_sentence("running the model one example at a time, by torch.func.vmap,", _NOT_MAPPED):
-            parts = [run(self._detached(), *inputs.of(some)) for some in self._micro_batches(inputs)]
-        return example.rebuilt([torch.cat(columns) for columns in zip(*parts, strict=True)])
+            return example.rebuilt(run(self._detached(), *inputs.of(slice(None))))
 
     def _cut(self, outputs: Any, inputs: Inputs) -> Any:
         """The outputs as leaves of their own, remembered."""

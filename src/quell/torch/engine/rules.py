@@ -52,8 +52,7 @@ transposed_linear: Rule = partial(linear, transposed=True)  # Hugging Face's Con
 
 
 def embedding(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
-    tokens = inputs[0].reshape(len(inputs[0]), -1)
-    tokens = tokens.reshape(-1, rows * tokens.shape[1])
+    tokens = inputs[0].reshape(len(inputs[0]) // rows, -1)
     padding = -1 if layer.padding_idx is None else int(layer.padding_idx)
     yield "weight", Tokens(gradients[0].reshape(*tokens.shape, -1), tokens, layer.num_embeddings, padding)
 

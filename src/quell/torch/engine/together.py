@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quell.torch.clip_norms import Bounds, Measured, clip_factors
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import IN_A_ROW, Allowance, filled, stacked, wide, wide_type
 from quell.torch.engine.patches import Patches
@@ -215,3 +216,26 @@ def whole_norms(pieces: Iterable[list[Piece]], scale: float = 1.0) -> Tensor:
     made = iter(norms_of([piece for parts in groups for piece in parts]))
     norms = [sum(rest, first) for first, *rest in (list(islice(made, len(parts))) for parts in groups)]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0) * (scale * (1 + 2.0**-24 * len(norms)))
+
+
+def clipped(
+    pieces: Mapping[Names, list[Piece]], bounds: Bounds, scale: float = 1.0, counts: Tensor | None = None
+) -> tuple[dict[Names, Tensor], Measured]:
+    """Flat sums of `scale` times the gradients, clipped, of the units that count; and norms of all before clipping.
+
+    The host waits for nothing here. A unit whose gradient is not finite gets the factor 0.
+    """
+    sums: dict[Names, Tensor] = {}
+    measured: Measured = []
+    for bound in bounds.groups:
+        own = {names: parts for names, parts in pieces.items() if names[0] in bound.names}
+        if not own:  # in a pass that did not use these parameters
+            continue
+        norms = whole_norms(own.values(), scale)
+        measured.append((norms, bound))
+        factors = clip_factors(norms, bound) * scale
+        if counts is not None:
+            factors = factors * counts
+        made = iter(sums_of([piece for parts in own.values() for piece in parts], factors))
+        sums |= {names: reduce(add, islice(made, len(parts))) for names, parts in own.items()}
+    return sums, measured

@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CAN_DESCRIBE = hasattr(tl, "make_tensor_descriptor")
 TYPES = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.float32": tl.float32}
 CHUNK = tl.constexpr(1024)  # so many products are added in a row before they join a sum: rounding grows with it
 SQUARES = tl.constexpr(32)  # likewise squares of one lane
