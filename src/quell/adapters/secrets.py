@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -42,26 +44,66 @@ def opened(key: Key | str | Path | None, seed: int | None, ledger: str | Path | 
     return key or Key.generate(), kept
 
 
-def set_aside(path: Path) -> None:
-    """Make room for a new key. One that was used stays, with its ledger, under a number: what it released is out."""
+@contextmanager
+def set_aside(path: Path) -> Iterator[None]:
+    """Make room for a new key, unless what is done inside the `with` fails: then the old one is back as it was.
+
+    A key that was used stays, with its ledger, under a number: what it released is out.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
+        yield
         return
-    released = _released(_ledger_of(path))
+    aside = next(iter(_unused_names(path)))
+    _rename(path, aside)
+    try:
+        yield
+    except BaseException:
+        _remove(path)
+        _rename(aside, path)
+        raise
+    released = _released(_ledger_of(aside))
     if released == 0:
-        path.unlink()
-        _ledger_of(path).unlink(missing_ok=True)
+        _remove(aside)
         return
-    free = next(each for number in count(1) if not (each := path.with_name(f"{path.name}.{number}")).exists())
-    if _ledger_of(path).exists():
-        _ledger_of(path).rename(_ledger_of(free))
-    path.rename(free)
     steps = "steps" if released is None else f"{released:,} step{'s' if released > 1 else ''}"
     warnings.warn(
         f"an earlier run has released {steps} with the key {path}, and this is a second run on the data: the promises "
-        f"of both add up. To go on with the earlier one instead, pass resume_from_checkpoint=True. Its key is {free} "
+        f"of both add up. To go on with the earlier one instead, pass resume_from_checkpoint=True. Its key is {aside} "
         "now: rename it and its ledger back before that",
         stacklevel=5,
     )
+
+
+def require_there(path: Path) -> None:
+    """Refuse to resume a run without its key, which may have been set aside."""
+    if path.exists():
+        return
+    others = sorted(each.name for each in path.parent.glob(f"{path.name}.*") if each.suffix[1:].isdigit())
+    kept = f" ({', '.join(others)} beside it: of earlier runs, set aside when a new one began)" if others else ""
+    raise QuellError(
+        f"the key {path} of the run is missing{kept}: restore it and its ledger under that name, or pass the "
+        "key, private={'key': ...}"
+    )
+
+
+def _unused_names(path: Path) -> Iterator[Path]:
+    for number in count(1):
+        free = path.with_name(f"{path.name}.{number}")
+        if not free.exists() and not _ledger_of(free).exists():
+            yield free
+
+
+def _rename(key: Path, new: Path) -> None:
+    """The ledger first, before which a key is not to be used."""
+    if _ledger_of(key).exists():
+        _ledger_of(key).rename(_ledger_of(new))
+    key.rename(new)
+
+
+def _remove(key: Path) -> None:
+    key.unlink(missing_ok=True)
+    _ledger_of(key).unlink(missing_ok=True)
 
 
 def _released(ledger: Path) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from quell.adapters.report import PrivacyReport
-from quell.adapters.secrets import set_aside
+from quell.adapters.secrets import require_there, set_aside
 from quell.errors import QuellError
 from quell.noise import Key
 from quell.torch.checks import PlanMismatchWarning, require_plan
@@ -100,10 +100,19 @@ class PrivateTrainer(Trainer):
         elif resume_from_checkpoint:
             given = Path(resume_from_checkpoint)
             decided(lambda: require_whole_folder(given))
+        if resume_from_checkpoint and (Path(resume_from_checkpoint) / "adapter_config.json").exists():
+            self._require_adapters(resume_from_checkpoint)
         self._resuming = bool(resume_from_checkpoint)
         if resume_from_checkpoint and self.is_fsdp_enabled and not has_slices(Path(resume_from_checkpoint)):
             self._load_from_checkpoint(str(resume_from_checkpoint))  # whole weights, before the model is sharded
         return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **options)
+
+    def _require_adapters(self, checkpoint: str | Path) -> None:
+        if not hasattr(self.model, "peft_config"):
+            raise QuellError(
+                f"{checkpoint} has adapters (LoRA), and the model has none: add them first, as that run did "
+                "(peft.get_peft_model)"
+            )
 
     def get_train_dataloader(self) -> PlannedSteps:
         """The plan's batches; the optimizer becomes private with them, before Trainer goes on to use it."""
@@ -112,13 +121,14 @@ class PrivateTrainer(Trainer):
             # Without the sampler that deals examples out over processes, and what seeds workers by 32 bits.
             names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
             given = DataLoader(**{name: getattr(given, name) for name in names})
-            private = {"max_grad_norm": self.args.max_grad_norm, **self._key_to_keep(), **self._private}
             optimizer = self.create_optimizer()
             if self.is_fsdp_enabled:  # accelerate shards the model first, and gives the optimizer its parameters
                 self.model, optimizer = self.accelerator.prepare(self.model, optimizer)
                 self.model_wrapped, optimizer = self.model, optimizer.optimizer
-            _, self.optimizer, loader = make_private(self.model, optimizer, given, self.plan, **private)
-            self._refuse_padding_that_counts(loader)
+            with self._key_to_keep() as key:
+                private = {"max_grad_norm": self.args.max_grad_norm, **key, **self._private}
+                _, self.optimizer, loader = make_private(self.model, optimizer, given, self.plan, **private)
+                self._refuse_padding_that_counts(loader)
             self._planned = PlannedSteps(loader)
             self.optimizer.load_state_dict = partial(self.optimizer.load_state_dict, replay=True)  # type: ignore[method-assign]
             self.optimizer._is_accelerate_prepared = True  # else accelerate would wrap it, and load a state to move it
@@ -216,16 +226,19 @@ class PrivateTrainer(Trainer):
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         raise QuellError("Trainer's model card lists training losses, which are not private: write one of your own")
 
-    def _key_to_keep(self) -> dict[str, Any]:
+    @contextmanager
+    def _key_to_keep(self) -> Iterator[dict[str, Any]]:
         """A key file beside the output folder, so that checkpoints can be resumed; a new run makes a new one."""
         given = {"key", "seed"} & self._private.keys()
         if given or self.args.save_strategy == "no":
-            return {}
+            yield {}
+            return
         path = self._key_path
-        if self.args.process_index == 0 and not self._resuming:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            set_aside(path)
-        return {"key": path}
+        if self._resuming:
+            decided(lambda: require_there(path))
+        begins = not self._resuming and self.args.process_index == 0
+        with set_aside(path) if begins else nullcontext():
+            yield {"key": path}
 
     @property
     def _key_path(self) -> Path:

@@ -42,6 +42,7 @@ class PrivateOptimizer(Optimizer):
         self.run = run
         self.noise_multiplier = run.mechanism.noise_multiplier
         self.expected_batch_size = run.expected_batch_size
+        self._kind = ", ".join(type(part).__name__ for part in parts_of(optimizer))
         self.step_hook: Callable[[PrivateOptimizer], None] | None = None
         self._engine = engine
         self._trained = list(engine.params.values())
@@ -187,6 +188,7 @@ class PrivateOptimizer(Optimizer):
         self._engine.require_bounded()
         noise = self.run.noise.state_dict()
         own = {
+            "optimizer": self._kind,
             "weights": digest(self._trained),
             "gradients": self._engine.settings(),
             "averages": None if self._averages is None else self._averages.state_dict(),
@@ -209,7 +211,12 @@ class PrivateOptimizer(Optimizer):
         planted = self.run.planted
         averages, canaries = own.get("averages") or {"rate": None}, own.get("canaries") or {"count": 0}
         rate, count = self._averages and self._averages.rate, planted.watched.count if planted else 0
-        for name, saved, now in (("ema", averages["rate"], rate), ("canaries", canaries["count"], count)):
+        compared = (
+            ("ema", averages["rate"], rate),
+            ("canaries", canaries["count"], count),
+            ("optimizer", own["optimizer"], self._kind),
+        )
+        for name, saved, now in compared:
             if saved != now:
                 raise QuellError(f"the state was saved with {name}={saved} and this run has {name}={now}: pass that")
         together(lambda: self.run.noise.load_state_dict(own["noise"], replay=replay))
