@@ -286,7 +286,7 @@ def test_gradients_that_mix_on_their_way_back_are_refused(make):
     torch.manual_seed(0)
     model = make()
     engine = engine_of(model)
-    with pytest.raises(QuellError, match="examples that mix"):
+    with pytest.raises(QuellError, match=r"examples that mix|of some rows alone"):
         _norm_of_sum(engine, model(torch.randn(12, 5)).square().sum())
 
 

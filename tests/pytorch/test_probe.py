@@ -90,6 +90,15 @@ def per_counted_by_a_number(out, y):
     return (cross_entropy(out, y, reduction="none") * (y > 0)).sum() * (1 / (counted + 1))
 
 
+def per_counted_by(number):
+    """A loss that is divided by what is made of the number of some labels."""
+
+    def loss(out, y):
+        return (cross_entropy(out, y, reduction="none") * (y > 0)).sum() / number((y > 0).sum().item() + 1)
+
+    return loss
+
+
 def normalised(out, y):
     return cross_entropy((out - out.mean(0)) / out.std(0), y)
 
@@ -124,6 +133,11 @@ COUPLED = [
     contrastive,
     per_counted,
     per_counted_by_a_number,
+    *(
+        per_counted_by(number)
+        for number in (abs, lambda n: -n, lambda n: round(n, 0), lambda n: n**2, lambda n: n // 1)
+    ),
+    *(per_counted_by(number) for number in (lambda n: 1 / n**-1, lambda n: 2**n, lambda n: n % 1000, lambda n: +n)),
     normalised,
     normalised_by_detached_statistics,
     hardest_half,

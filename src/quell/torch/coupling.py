@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from quell.errors import QuellError
 from quell.torch.engine.bounds import wide
 from quell.torch.nested import tensors_in
 from quell.torch.random_states import kept_states
+from quell.torch.sharding import is_sharded
 from quell.torch.tape import Tape
 
 _AT_ONCE = 1 << 22  # numbers that are compared at once
@@ -237,35 +238,65 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def follow_the_batch(model: nn.Module, outputs: Callable[[int], Sequence[Tensor]], examples: int) -> bool:
-    """Whether those of the first examples stay the same without the others, which `outputs(count)` leaves out.
+@contextmanager
+def shaken(parameters: Iterable[nn.Parameter]) -> Iterator[bool]:
+    """Inside, parameters that are as good as constant are random; whether there are any.
 
-    One example less hardly moves a mean over many, so only half of them, and a single one, are tried too. A model that
-    draws random numbers in eval mode would differ anyway, and is refused.
+    Heads, gates and adapters often start as zeros, behind which nothing else of the model can be seen.
     """
+    generator = torch.Generator().manual_seed(0)
+    still = [(p, p.data) for p in parameters if not is_sharded(p) and p.numel() and _is_still(p.data)]
+    try:
+        for parameter, data in still:
+            parameter.data = data + 0.1 * torch.randn(data.shape, generator=generator).to(data)
+        yield bool(still)
+    finally:
+        for parameter, data in still:
+            parameter.data = data
+
+
+def _is_still(values: Tensor) -> bool:
+    return float(wide(values).std(correction=0)) <= 1e-3
+
+
+def follow_the_batch(
+    model: nn.Module, parameters: Iterable[nn.Parameter], outputs: Callable[[slice], Sequence[Tensor]], examples: int
+) -> bool:
+    """Whether the outputs of some examples stay the same without the others; `outputs(rows)` is given these alone.
+
+    One example less hardly moves a mean over many, so only half of them, and single ones, are tried too: the last one
+    has another place then. A model that draws random numbers in eval mode would differ anyway, and is refused.
+    """
+    some = [slice(examples - 1), slice((examples + 1) // 2), slice(1), slice(examples - 1, examples)]
+    parameters = list(parameters)
+
+    def both(rows: slice) -> list[Tensor]:
+        made = list(outputs(rows))
+        with shaken(parameters) as others:
+            return made + list(outputs(rows)) if others else made
+
     with torch.no_grad(), kept_states(), in_eval_mode(model), restored_buffers(model):
         try:
-            whole, again = outputs(examples), outputs(examples)
+            whole, again = both(slice(examples)), both(slice(examples))
         except (RuntimeError, IndexError, ValueError):
             return False
-        if not _alike(whole, again, examples, examples):
+        if not _alike(whole, again, slice(examples), examples):
             raise QuellError(
                 "the model draws random numbers in eval mode too, so it cannot be seen which of its inputs all "
                 "examples share: let it draw them in training only (if self.training), or give it a single input"
             )
         try:
-            counts = {examples - 1, (examples + 1) // 2, 1}
-            return all(_alike(whole, outputs(count), count, examples) for count in counts)
+            return all(_alike(whole, both(rows), rows, examples) for rows in some)
         except (RuntimeError, IndexError, ValueError):
             return False
 
 
-def _alike(whole: Sequence[Tensor], some: Sequence[Tensor], count: int, examples: int) -> bool:
-    """Whether the first `count` rows are the same in both, of what has a row per example."""
+def _alike(whole: Sequence[Tensor], some: Sequence[Tensor], rows: slice, examples: int) -> bool:
+    """Whether these rows are the same in both, of what has a row per example."""
     for before, after in zip(whole, some, strict=True):
         if before.dim() and len(before) == examples:
             tolerance = 1e-2 if before.element_size() < 4 or before.is_cuda else 1e-3  # a GPU may use TF32
-            if after.shape[:1] != (count,) or bool(differ(before[:count], after, tolerance).any()):
+            if after.shape != before[rows].shape or bool(differ(before[rows], after, tolerance).any()):
                 return False
     return True
 

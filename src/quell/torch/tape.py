@@ -76,10 +76,20 @@ def _operation(function: Callable[[Any, Any], Any], reflected: bool) -> Callable
     return of_numbers
 
 
-for _name in ("add", "sub", "mul", "truediv"):
-    for _kind in (_Float, _Integer):
+def _of_itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    def of_number(self: Any, *digits: int) -> Any:
+        made = function(self.real, *digits)
+        return made if Tape.running is None else Tape.running.note(function, (self, *digits), {}, _numeric(made))
+
+    return of_number
+
+
+for _kind in (_Float, _Integer):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         setattr(_kind, f"__{_name}__", _operation(getattr(operator, _name), False))
         setattr(_kind, f"__r{_name}__", _operation(getattr(operator, _name), True))
+    for _function in (operator.neg, operator.pos, abs, round):
+        setattr(_kind, f"__{_function.__name__}__", _of_itself(_function))
 
 
 @dataclass(eq=False)

@@ -6,6 +6,9 @@ shows a model that sorts its rows. A layer whose rows are not examples, a rule t
 rows shows here: a few units are never as many as the batch has, so what is as long as the batch by chance is not. A
 model that returns its loss has no output of one unit, and there the gradients of all of the few units are compared.
 A model that cannot run with a few units runs with all of them, as it did, and the same unit's gradient is compared.
+
+All of it is done again with random numbers where parameters are constant: zeros, as of a new head, hide the gradients
+of what is before them. Later batches in which a layer is called in a new way are looked at too.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from quell.errors import QuellError
 from quell.torch.autocast import Autocast
-from quell.torch.coupling import restored_buffers
+from quell.torch.coupling import restored_buffers, shaken
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.rules import has_rows
 from quell.torch.nested import mapped, tensors_in
@@ -43,12 +46,16 @@ class FirstBatch:
         self._gradients: list[Tensor | None] = []
         self._random: dict[str, Any] = {}  # the states before the forward pass
 
-    def remember(self, args: Any, kwargs: Any) -> None:
-        self._inputs, self._random = (args, kwargs), own_states()
-        self._autocast = Autocast.now(self.engine.device.type)
+    def remember(self, args: Any, kwargs: Any, looks: bool) -> None:
+        """A forward pass begins. If it turns out only later that it is looked at, its random numbers may be others."""
+        self._inputs, self._random = (args, kwargs), own_states() if looks else {}
+
+    def forget(self) -> None:
+        self._inputs, self._gradients = None, []
 
     def watch(self, outputs: Any) -> None:
         """Keep the gradients of the model's outputs when they arrive."""
+        self._autocast, self._random = Autocast.now(self.engine.device.type), self._random or own_states()
         tensors = _differentiable(outputs)
         self._gradients = [None] * len(tensors)
         for place, value in enumerate(tensors):
@@ -60,11 +67,19 @@ class FirstBatch:
         One whose gradients are all zero cannot, nor one on which the loop called parts of the model instead of it.
         """
         inputs, gradients, engine = self._inputs, self._gradients, self.engine
-        self._inputs = None  # the loss, and with it the hooks of its outputs, may live on
-        rows, unit = engine.rows, engine.rows_per_unit
-        known = [gradient for gradient in gradients if gradient is not None]
-        if inputs is None or not known or not rows:
+        self.forget()  # the loss, and with it the hooks of its outputs, may live on
+        if inputs is None or all(gradient is None for gradient in gradients) or not engine.rows:
             return False  # the model was not called as a whole, and there is nothing to run again
+        try:
+            seen = self._compare(inputs, gradients, engine.rows)
+            with shaken(engine.params.values()) as others:  # zeros, as of a new head, hide the gradients behind them
+                return (others and self._compare(inputs, gradients, engine.rows)) or seen
+        finally:
+            self.forget()  # the passes that were made here
+
+    def _compare(self, inputs: Any, gradients: list[Tensor | None], rows: int) -> bool:
+        engine, unit = self.engine, self.engine.rows_per_unit
+        known = [gradient for gradient in gradients if gradient is not None]
         own_loss = all(not g.dim() for g in known)
         with_rows = all(g.dim() and len(g) == rows for g in known)
         first = _largest(known, rows // unit) if with_rows else 0

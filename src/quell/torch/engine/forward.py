@@ -24,7 +24,18 @@ from quell.torch.coupling import follow_the_batch
 from quell.torch.engine.base import StandIn
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Rows
-from quell.torch.engine.rules import LOWERED, Pieces, Rule, added, by_torch_func, embedding, has_rows, linear, rule_for
+from quell.torch.engine.rules import (
+    LOWERED,
+    NOT_ROWS,
+    Pieces,
+    Rule,
+    added,
+    by_torch_func,
+    embedding,
+    has_rows,
+    linear,
+    rule_for,
+)
 from quell.torch.engine.taps import per_row, swapped, tapped_linear
 from quell.torch.random_states import kept_states
 
@@ -48,10 +59,12 @@ class Layer:
     rule: Rule | None
     trained: Mapping[str, str]  # from its own names of its parameters to the optimizer's
     forward: Callable[..., Any]  # as it was before
-    row_by_row: bool | None = None  # whether it takes its parameters once for every row; None: not known yet
     whole: bool = False  # whether its parameters are those of the modules in it too
-    shared: bool = False  # whether an embedding was seen to get one row of positions for all examples
-    # Without a rule, for each way of calling it: which inputs all examples were seen to share, and which not.
+    ways: set[Any] = field(default_factory=set)  # in which it was called
+    shared: Tensor | None = None  # of an embedding: the most positions that all examples were seen to share
+    # Without a rule, for each way of calling it: does it take its parameters once for every row (None: not known yet),
+    # which inputs all examples were seen to share, and which not.
+    row_by_row: dict[Way, bool | None] = field(default_factory=dict)
     shared_inputs: dict[Way, set[int]] = field(default_factory=dict)
     own_inputs: dict[Way, list[int]] = field(default_factory=dict)
 
@@ -93,8 +106,7 @@ def layers_to_tap(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[
         trained = _trained(module, names, name in whole)
         found = {own: names[id(p)] for own, p in trained.items() if name in ruled or id(p) not in used}
         if found:
-            row_by_row = False if name in whole else None
-            yield module, Layer(name or "the model", rules[name], found, module.forward, row_by_row, name in whole)
+            yield module, Layer(name or "the model", rules[name], found, module.forward, name in whole)
 
 
 def _is_whole(module: nn.Module, names: Mapping[int, str], used: set[int]) -> bool:
@@ -116,10 +128,12 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
     """A tapped layer's forward pass."""
     layer = engine.layers[id(module)]
     if type(module) in COMPOSITES:
+        _note(engine, layer, len(args), *kwargs)
         return COMPOSITES[type(module)](engine, module, *args, **kwargs)
     if layer.rule is None:
         return _run_without_rule(engine, module, layer, args, kwargs)
     (x,) = args or tuple(kwargs.values())
+    _note(engine, layer, x.dim(), x.dim() > 0 and len(x) == 1)
     if layer.rule is linear:
         return tapped_linear(x, module.weight, module.bias, engine.anchor, engine.arrival(module, linear))
     if layer.rule is embedding:
@@ -132,20 +146,28 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
     return y
 
 
+def _note(engine: LayerEngine, layer: Layer, *way: Any) -> None:
+    """A batch in which a layer is called in a new way is looked at as the first batch is."""
+    if way not in layer.ways:
+        layer.ways.add(way)
+        engine.look_again()
+
+
 def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> Any:
     """Parameters whose first dimension is 1 row by row where the layer can take them so, others by torch.func."""
-    if layer.row_by_row is None:
-        layer.row_by_row = _takes_rows(engine, module, layer, args, kwargs)
-    if layer.row_by_row:  # None, in a batch of one row, is as good as False
+    values, structure = pytree.tree_flatten((args, kwargs))
+    given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+    way = str(structure), tuple(given)
+    _note(engine, layer, way)
+    if layer.row_by_row.get(way) is None:
+        layer.row_by_row[way] = not layer.whole and _takes_rows(engine, module, layer, args, kwargs)
+    if layer.row_by_row[way]:  # None, in a batch of one row, is as good as False
         with swapped([module], _row_by_row(engine, module, layer)):
             return layer.forward(*args, **kwargs)
-    values, structure = pytree.tree_flatten((args, kwargs))
     with swapped(module.modules() if layer.whole else [module]):
         outputs, shape = pytree.tree_flatten(layer.forward(*args, **kwargs))
     made = [place for place, value in enumerate(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
-    given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[place] for place in given]
-    way = str(structure), tuple(given)
     shared = layer.shared_inputs.setdefault(way, set())
     shared |= _shared_inputs(engine, tensors, engine.rows)
     autocast = Autocast.now(tensors[0].device.type if tensors else "cpu")
@@ -185,9 +207,13 @@ def _shared_inputs(engine: LayerEngine, tensors: Sequence[Tensor], examples: int
         return set()
     found = {place for place, value in enumerate(tensors) if not has_rows(value, examples)}
     if len(found) < len(tensors) - 1:
-        own = {buffer.untyped_storage().data_ptr() for buffer in engine.model.buffers()}
-        found |= {place for place, value in enumerate(tensors) if value.untyped_storage().data_ptr() in own}
+        found |= {place for place, value in enumerate(tensors) if _is_of_model(engine, value)}
     return found
+
+
+def _is_of_model(engine: LayerEngine, value: Tensor) -> bool:
+    """Whether it is a buffer of the model, or a part of one."""
+    return value.untyped_storage().data_ptr() in {held.untyped_storage().data_ptr() for held in engine.model.buffers()}
 
 
 def _tell_apart(
@@ -195,26 +221,30 @@ def _tell_apart(
 ) -> None:
     """Refuse inputs of which one may be shared by all examples, and be as long as they are many by chance.
 
-    Without the last rows of all that are as long, the outputs of the other examples must stay the same. Each way of
-    calling a layer is looked at: the check of the first batch has seen those of the first batch alone.
+    With some rows alone of all that are split, the outputs of these examples must stay the same. Each way of calling a
+    layer is looked at, and each batch that is as long as what all examples shared before.
     """
     layer = engine.layers[id(module)]
-    shared = layer.shared_inputs[way]
-    as_long = [place for place, value in enumerate(inputs) if has_rows(value, examples) and place not in shared]
-    if len(as_long) < 2 or examples < 2 or layer.own_inputs.get(way) == as_long:
+    as_long = [place for place, value in enumerate(inputs) if has_rows(value, examples)]
+    split = [place for place in as_long if place not in layer.shared_inputs[way]]
+    in_doubt = any(place not in split and not _is_of_model(engine, inputs[place]) for place in as_long)
+    if examples < 2 or (layer.own_inputs.get(way) == split and not in_doubt):
         return
 
-    def outputs(count: int) -> Any:
-        cut = [value[:count] if place in as_long else value for place, value in enumerate(inputs)]
+    def outputs(rows: slice) -> Any:
+        cut = [value[rows] if place in split else value for place, value in enumerate(inputs)]
         return engine.unwatched(partial(call, *cut))
 
-    if not follow_the_batch(module, outputs, examples):
+    own = [engine.params[name] for name in layer.trained.values()]
+    if not follow_the_batch(module, own, outputs, examples):
+        if in_doubt or len(split) < 2:
+            raise QuellError(f"{engine.called(module)} makes something else of some rows alone: {NOT_ROWS}")
         raise QuellError(
-            f"{layer.name} gets {len(as_long)} inputs of {examples} rows, and without their last ones other outputs "
+            f"{layer.name} gets {len(split)} inputs of {examples} rows, and without their last ones other outputs "
             "change: one may be shared by all examples and be as long as the first batch by chance; give what is "
             "shared a first dimension of 1 (mask[None]), or keep it in the model as a buffer"
         )
-    layer.own_inputs[way] = as_long
+    layer.own_inputs[way] = split
 
 
 def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[str, Tensor]:
@@ -228,30 +258,43 @@ def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[st
 def _takes_rows(engine: LayerEngine, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> bool | None:
     """Whether every (1, ...) parameter may be given once per row: None where a single row cannot tell.
 
-    The output must be the same, and a change to one row's copy must change that row of the output alone. Outputs
-    without rows, such as a loss, do not show whose copy they used.
+    The output must be the same, and a row of it the same whatever the copies of the other rows are: the first and the
+    last one are tried, at random values, because zeros hide what comes behind them. Outputs without rows, such as a
+    loss, do not show whose copy they used.
     """
-    own = {name: module._parameters[name] for name in layer.trained}
-    if any(p is None or p.dim() < 2 or len(p) != 1 for p in own.values()):
+    found = {name: module._parameters[name] for name in layer.trained}
+    if any(p is None or p.dim() < 2 or len(p) != 1 for p in found.values()):
         return False
-    if engine.rows is None or engine.rows < 2:
+    rows = engine.rows
+    if rows is None or rows < 2:
         return None
-    whole = {name: p.detach().expand(engine.rows, *p.shape[1:]) for name, p in own.items() if p is not None}
-    changed = {name: p.clone() for name, p in whole.items()}
-    for p in changed.values():
-        p[0] += 1.0
+    random = torch.Generator().manual_seed(0)
+
+    def noise(like: Tensor) -> Tensor:
+        return 0.5 * torch.randn(like.shape, generator=random).to(like)
+
+    one = {name: p.detach() + noise(p) for name, p in found.items() if p is not None}
+    whole = {name: p.expand(rows, *p.shape[1:]) for name, p in one.items()}
+    # Others move apart, and all together: a mean over many hardly shows the one, a difference to it not the other.
+    others = {name: p + noise(p) + noise(p[:1]) for name, p in whole.items()}
+    settings = [one, whole]
+    for row in (0, rows - 1):
+        kept = torch.arange(rows, device=engine.device) == row
+        settings.append({n: torch.where(kept.view(-1, *[1] * (p.dim() - 1)), whole[n], p) for n, p in others.items()})
     with torch.no_grad():
         try:
-            plain, same, other = (
-                engine.unwatched(partial(_outputs, module, layer, args, kwargs, given))
-                for given in ({}, whole, changed)
+            plain, same, first, last = (
+                engine.unwatched(partial(_outputs, module, layer, args, kwargs, given)) for given in settings
             )
         except (RuntimeError, ValueError, IndexError):
             return False
-    rows = engine.rows
     return bool(plain) and all(
-        a.shape == b.shape == c.shape and a.shape[:1] == (rows,) and _close(a, b) and _close(a[1:], c[1:])
-        for a, b, c in zip(plain, same, other, strict=True)
+        a.shape == b.shape == c.shape == d.shape
+        and a.shape[:1] == (rows,)
+        and _close(a, b)
+        and _close(b[0], c[0])
+        and _close(b[-1], d[-1])
+        for a, b, c, d in zip(plain, same, first, last, strict=True)
     )
 
 
@@ -265,14 +308,37 @@ def _own_rows(engine: LayerEngine, layer: Layer, tokens: Tensor) -> Tensor:
         return tokens
     if tokens.dim() > 1 and len(tokens) == 1:
         return tokens.expand(rows, *tokens.shape[1:])
-    if tokens.dim() == 1 and (layer.shared or len(tokens) != rows):
-        layer.shared = True
+    if tokens.dim() == 1 and (layer.shared is not None or len(tokens) != rows):
+        _share(engine, layer, tokens, rows)
         return tokens.expand(rows, len(tokens))
     if tokens.untyped_storage().data_ptr() not in engine.given:
         _refuse_numbers(layer, tokens)
     elif tokens.dim() > 1:  # such as the choices of all examples: positions would be given once per example
         raise other_rows(f"{layer.name} (Embedding) gets {len(tokens)}", rows)
     return tokens
+
+
+def _share(engine: LayerEngine, layer: Layer, tokens: Tensor, rows: int) -> None:
+    """Note that all examples share these positions, or refuse what may be numbers of examples.
+
+    A single number would have another place in what comes next. As many as there are rows are positions if they go on
+    or stop like those that were seen before.
+    """
+    before = layer.shared
+    if len(tokens) == 1 < rows:
+        raise QuellError(
+            f"{layer.name} (Embedding) is given a single number for {rows} examples: give it one for each "
+            "(number.expand(len(x)))"
+        )
+    if before is None:
+        engine.look_again()
+    elif len(tokens) == rows and not torch.equal(*(numbers[: min(rows, len(before))] for numbers in (tokens, before))):
+        raise QuellError(
+            f"{layer.name} (Embedding) is given {rows} numbers in a batch of {rows} rows, and was given numbers that "
+            "all examples share before: give those a first dimension of 1 (positions[None])"
+        )
+    if before is None or len(tokens) > len(before):
+        layer.shared = tokens.detach()
 
 
 def other_rows(found: str, examples: int | None) -> QuellError:

@@ -74,7 +74,8 @@ class LayerEngine(Engine):
         self._finished: list[Found] = []  # of backward passes that are done and not clipped yet
         self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
         self._outer: dict[int, int] = {}  # from a backward pass inside another (reentrant checkpoints) to the outermost
-        self._first = None if self.sharded else FirstBatch(self)  # None when the first batch was compared
+        self._first = FirstBatch(self)
+        self._looks = not self.sharded  # whether the batch is to be compared: the first, and each with something new
         self.measured: Measured = []  # the units that were clipped last, before clipping
         self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -101,14 +102,20 @@ class LayerEngine(Engine):
             tensors = [v for v in tensors_in((args, kwargs)) if v.dim()]
             self.rows = len(tensors[0]) if tensors else None
             self.given = {v.untyped_storage().data_ptr() for v in tensors}
-            if self._first is not None:
-                self._first.remember(args, kwargs)
+            if not self.sharded:
+                self._first.remember(args, kwargs, self._looks)
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
         if model is self.model and self.running:
             self.running = False
-            if self._first is not None:
+            if self._looks:
                 self._first.watch(outputs)
+            else:
+                self._first.forget()
+
+    def look_again(self) -> None:
+        """Something new was seen, so this batch is compared as the first one was."""
+        self._looks = not self.sharded
 
     def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
@@ -127,7 +134,7 @@ class LayerEngine(Engine):
         layers = self.layers.values()
         ways = [(layer.name, way, places) for layer in layers for way, places in layer.shared_inputs.items()]
         inputs: set[tuple[str, Any]] = {(name, (way, place)) for name, way, places in ways for place in places}
-        return inputs | {(layer.name, 0) for layer in layers if layer.shared}
+        return inputs | {(layer.name, 0) for layer in layers if layer.shared is not None}
 
     def called(self, module: nn.Module) -> str:
         return f"{self.layers[id(module)].name} ({type(module).__name__})"
@@ -205,7 +212,7 @@ class LayerEngine(Engine):
 
     def trains(self) -> bool:
         """Whether a forward pass that comes now is the loop's own, for training, and the first batch was checked."""
-        looking = self.idle or self._first is not None or torch._C._current_graph_task_id() >= 0
+        looking = self.idle or self._looks or torch._C._current_graph_task_id() >= 0
         return torch.is_grad_enabled() and not looking
 
     def gathers(self) -> bool:
@@ -246,8 +253,8 @@ class LayerEngine(Engine):
 
     def _clip(self, found: Found) -> None:
         pieces, units = self.pieces_of(found)
-        if self._first is not None and units > 1 and self._first.compare():
-            self._first = None
+        if self._looks and units > 1 and self._first.compare():
+            self._looks = False
         examples = self.present(units)
         sums = self.clipped(pieces, units, examples)
         self._keep_norms(self.measured, examples)

@@ -27,7 +27,7 @@ from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.coupling import follow_the_batch
 from quell.torch.engine.base import Engine, StandIn, is_differentiable
 from quell.torch.engine.bounds import norm_of
-from quell.torch.engine.rules import pulled_back
+from quell.torch.engine.rules import NOT_ROWS, has_rows, pulled_back
 from quell.torch.random_states import kept_states, own_states
 
 _NOT_MAPPED = (
@@ -123,13 +123,20 @@ class MicrobatchEngine(Engine):
     def _require_rows(self, inputs: Inputs) -> None:
         """Refuse a first batch in which something that all examples share is as long as the batch.
 
-        Without its last rows, the outputs of the others must stay the same. A model that is called in several ways has
-        a first batch of each.
+        With some rows alone, the outputs of these examples must stay the same. A model that is called in several ways
+        has a first batch of each, and each batch is looked at that is as long as what all examples shared before.
         """
-        way = str(inputs.structure), tuple(inputs.mapped)
-        if way in self._followed or inputs.examples < 2 or len(inputs.mapped) < 2:
+        way, examples = (str(inputs.structure), tuple(inputs.mapped)), inputs.examples
+        own = {buffer.untyped_storage().data_ptr() for buffer in self.model.buffers()}
+        in_doubt = any(
+            (way[0], place) in self._shared and has_rows(v, examples) and v.untyped_storage().data_ptr() not in own
+            for place, v in enumerate(inputs.values)
+        )
+        if examples < 2 or ((way in self._followed or len(inputs.mapped) < 2) and not in_doubt):
             return
-        if not follow_the_batch(self.model, partial(self._plainly, inputs), inputs.examples):
+        if not follow_the_batch(self.model, self.params.values(), partial(self._plainly, inputs), examples):
+            if in_doubt:
+                raise QuellError(f"the model makes something else of some rows alone: {NOT_ROWS}")
             raise QuellError(
                 f"the model was given several tensors of {inputs.examples} rows, and without their last ones other "
                 "outputs change: one may be shared by all examples and be as long as the first batch by chance; give "
@@ -137,10 +144,10 @@ class MicrobatchEngine(Engine):
             )
         self._followed.add(way)
 
-    def _plainly(self, inputs: Inputs, rows: int) -> list[Tensor]:
-        """The outputs of the first examples."""
+    def _plainly(self, inputs: Inputs, rows: slice) -> list[Tensor]:
+        """The outputs of some examples alone."""
         values = list(inputs.values)
-        for place, value in zip(inputs.mapped, inputs.of(slice(rows)), strict=True):
+        for place, value in zip(inputs.mapped, inputs.of(rows), strict=True):
             values[place] = value
         args, kwargs = pytree.tree_unflatten(values, inputs.structure)
         made = pytree.tree_leaves(self._plain_forward(*args, **kwargs))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp, vmap
+from torch.func import functional_call, vjp, vmap
 
 from quell.errors import QuellError
 from quell.torch.engine import kernels
@@ -116,13 +116,19 @@ def by_torch_func(
 
     def one(params: dict[str, Tensor], gradient: tuple[Tensor, ...], *row: Any) -> dict[str, Tensor]:
         batch = [v.unsqueeze(0) if axis == 0 else v for v, axis in zip(row, mapped, strict=True)]
-        return pulled_back(lambda p: tuple(o[0] for o in call(p, *batch)), params, gradient)
+        return pulled_back(lambda p: tuple(_only_row(o) for o in call(p, *batch)), params, gradient)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")  # for layers that vmap runs row by row
         found = vmap(one, in_dims=(None, 0, *mapped), randomness="error")(own, tuple(gradients), *inputs)
     for name, value in found.items():
         yield name, Rows(added(wide(value), rows))
+
+
+def _only_row(output: Tensor) -> Tensor:
+    if output.shape[:1] != (1,):
+        raise QuellError(f"of one row it makes an output of shape {tuple(output.shape)}: {NOT_ROWS}")
+    return output[0]
 
 
 def pulled_back(run: Callable[..., Tensors], params: dict[str, Tensor], gradients: Tensors) -> dict[str, Tensor]:
@@ -168,6 +174,13 @@ def _epsilon(layer: Any) -> float | None:
     return None
 
 
+NOT_ROWS = (
+    "it may use something of the whole batch that it holds (an attribute), or an input that has a row per example in "
+    "one batch and one row for all in another; pass it what belongs to examples, with a row per example in every batch "
+    "(condition.expand(len(x), -1))"
+)
+
+
 def has_rows(value: Any, examples: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == examples
 
@@ -211,11 +224,11 @@ def _is_rms_norm(layer: nn.Module) -> bool:
     own, epsilon = dict(layer.named_parameters(recurse=False)), _epsilon(layer)
     if set(own) != {"weight"} or own["weight"].dim() != 1 or list(layer.children()) or epsilon is None:
         return False
-    weight = own["weight"].detach()
+    weight = torch.randn(own["weight"].shape, generator=torch.Generator().manual_seed(1)).to(own["weight"])
     with torch.no_grad(), kept_states():
-        x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype) * 3
+        x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight) * 3
         try:
-            found = layer(x)
+            found = functional_call(layer, {"weight": weight}, (x,))  # at random scales: many functions have 1 at 1
         except Exception:  # a layer that wants something else is not one
             return False
         plain = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)

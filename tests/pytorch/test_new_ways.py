@@ -1,0 +1,244 @@
+"""What the first batch does not show: layers called in another way later, and what zeros hide at the start.
+
+Each was a way past the clipping: one example moved the sum by up to 25 clip norms. Refusing is as good as measuring
+rightly.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from quell.errors import QuellError
+from quell.torch.engine.layers import LayerEngine
+from quell.torch.engine.microbatch import MicrobatchEngine
+from quell.torch.engine.rules import rule_for
+
+from .training import clipped_gradient
+
+BATCH, WIDTH = 16, 6
+
+
+class Scaled(nn.Module):
+    """Scales features by a condition, given or kept from before."""
+
+    def __init__(self, kept=None):
+        super().__init__()
+        self.scale, self.kept, self.condition = nn.Parameter(torch.zeros(WIDTH)), kept, None
+
+    def forward(self, h, condition=None):
+        if self.kept is not None:
+            condition = self.kept(self.condition, h)
+        return h * (1 + self.scale * condition)
+
+
+class Conditioned(nn.Module):
+    """Some features, scaled by a condition; the head starts at zero, behind which no gradient shows."""
+
+    def __init__(self, kept=None):
+        super().__init__()
+        self.inside, self.scaled = nn.Linear(4, WIDTH), Scaled(kept)
+        self.condition, self.head = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 3)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x, condition=None):
+        made = torch.zeros(1, WIDTH) if condition is None else self.condition(condition)
+        self.scaled.condition = made
+        h = torch.tanh(self.inside(x))
+        return self.head(self.scaled(h) if self.scaled.kept else self.scaled(h, made))
+
+
+def engine_of(model):
+    return LayerEngine(model, dict(model.named_parameters()), 1.0, "sum")
+
+
+def one_step(model, engine, *inputs, criterion=functional.cross_entropy):
+    y = torch.arange(len(inputs[0])) % 3
+    criterion(model(*inputs), y, reduction="sum").backward()
+    return dict(zip(engine.params, engine.collect()[1], strict=True))
+
+
+def batch(size=BATCH):
+    return torch.randn(size, 4), torch.randn(size, 2)
+
+
+def test_a_condition_that_all_examples_shared_in_one_batch():
+    """As without a class in diffusion models: what was shared once would be the first example's ever after."""
+    model = Conditioned()
+    engine = engine_of(model)
+    one_step(model, engine, *batch())
+    one_step(model, engine, batch()[0])
+    with pytest.raises(QuellError, match=r"scaled \(Scaled\) makes something else of some rows alone.*expand"):
+        one_step(model, engine, *batch())
+
+
+@pytest.mark.parametrize("kept", [lambda kept, h: kept, lambda kept, h: kept[: len(h)]])
+def test_a_condition_that_a_layer_holds(kept):
+    model = Conditioned(kept)
+    with pytest.raises(QuellError, match="makes something else of some rows alone"):
+        one_step(model, engine_of(model), *batch())
+
+
+class Sliced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.condition, self.head = nn.Linear(4, WIDTH), nn.Linear(2, WIDTH), nn.Linear(WIDTH, 3)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x, condition):
+        return self.head(torch.tanh(self.inside(x)) * self.condition(condition[: len(x)]))
+
+
+def test_an_argument_that_all_examples_shared_in_one_batch():
+    model = Sliced()
+    engine = MicrobatchEngine(model, dict(model.named_parameters()), 1.0, "sum", 4)
+    one_step(model, engine, *batch())
+    one_step(model, engine, batch()[0], torch.zeros(1, 2))
+    with pytest.raises(QuellError, match="the model makes something else of some rows alone"):
+        one_step(model, engine, *batch())
+
+
+class Labelled(nn.Module):
+    """Adds what an embedding has for each example, or for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.embedding, self.head = nn.Linear(4, WIDTH), nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x, numbers, take=lambda found: found):
+        return self.head(torch.tanh(self.inside(x)) + take(self.embedding(numbers)))
+
+
+def test_one_number_for_all_examples():
+    """Its row would be broadcast to the place of the positions, and everybody would get everybody's."""
+    model = Labelled()
+    engine = engine_of(model)
+    one_step(model, engine, batch()[0], torch.arange(BATCH) % 5)
+    with pytest.raises(QuellError, match=r"embedding \(Embedding\) is given a single number for 16 examples"):
+        model(batch()[0], torch.tensor([7]))
+
+
+def test_positions_are_not_told_from_numbers_of_examples():
+    class Both(Labelled):
+        def forward(self, x, numbers):
+            return super().forward(x, numbers, lambda found: found.mean(1) if found.dim() == 3 else found)
+
+    model = Both()
+    engine = engine_of(model)
+    one_step(model, engine, batch()[0], torch.arange(BATCH)[:, None] % 5)
+    model(batch()[0], torch.arange(7))
+    model(batch(7)[0], torch.arange(7))  # as long as the batch by chance, and the same as before
+    with pytest.raises(QuellError, match="was given numbers that all examples share before"):
+        model(batch()[0], torch.arange(BATCH) % 5)
+
+
+def test_positions_of_which_one_row_is_taken_in_a_later_batch():
+    """The copies of positions that a layer makes for the rows are not alike any more when one of them is taken."""
+    model = Labelled()
+    engine = engine_of(model)
+    one_step(model, engine, batch()[0], torch.arange(BATCH)[:, None] % 5, lambda found: found[:, 0])
+    with pytest.raises(QuellError, match=r"gradient of one example for embedding\.weight"):
+        one_step(model, engine, batch()[0], torch.arange(7)[None], lambda found: found[0].mean(0))
+
+
+class Placed(nn.Module):
+    """Positions for one place, given once per row where that makes no difference: here it does."""
+
+    def __init__(self, mixed):
+        super().__init__()
+        self.places, self.mixed = nn.Parameter(0.1 * torch.randn(1, WIDTH)), mixed
+
+    def forward(self, h):
+        return functional.layer_norm(h + self.mixed(self.places), (WIDTH,))
+
+
+@pytest.mark.parametrize("mixed", [lambda p: p.mean(0), lambda p: p[0], lambda p: p[-1], lambda p: 2 * p - p.mean(0)])
+def test_copies_of_a_parameter_that_a_layer_mixes(mixed):
+    """A constant added to them is invisible behind a normalisation, and the head's zeros hide the gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, WIDTH), Placed(mixed), nn.Linear(WIDTH, 3))
+    nn.init.zeros_(model[2].weight)
+    engine = engine_of(model)
+    one_step(model, engine, batch()[0])
+    nn.init.normal_(model[2].weight)
+    x = batch()[0]
+    found = one_step(model, engine, x)
+    plain = nn.Sequential(nn.Linear(4, WIDTH), Placed(mixed), nn.Linear(WIDTH, 3))
+    plain.load_state_dict(model.state_dict())
+    expected = clipped_gradient(plain, functional.cross_entropy, (x, torch.arange(BATCH) % 3), 1.0)
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_is_called_in_another_way_later():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Parameter(torch.randn(1, WIDTH))
+
+        def forward(self, h=None):
+            return self.places if h is None else h + self.places
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.twice, self.head = nn.Linear(4, WIDTH), Twice(), nn.Linear(WIDTH, 3)
+
+        def forward(self, x, again=False):
+            h = self.twice(torch.tanh(self.inside(x)))
+            return self.head(h * self.twice()[0] if again else h)
+
+    model = Network()
+    engine = engine_of(model)
+    one_step(model, engine, batch()[0])
+    with pytest.raises(QuellError, match="row per example"):
+        one_step(model, engine, batch()[0], True)
+
+
+def test_mixing_behind_zeros_is_seen_in_the_first_batch():
+    """A head of zeros makes all gradients before it zero, and so equal to anything."""
+
+    class Mixes(nn.Module):
+        def forward(self, h):
+            return h + h.detach() * 0 + h.roll(1, 0)
+
+    model = nn.Sequential(nn.Linear(4, WIDTH), Mixes(), nn.Linear(WIDTH, 3))
+    nn.init.zeros_(model[2].weight)
+    before = model[2].weight.detach().clone()
+    with pytest.raises(QuellError, match="by autograd"):
+        one_step(model, engine_of(model), batch()[0])
+    assert torch.equal(before, model[2].weight)
+
+
+class Exponential(nn.Module):
+    """Is one more than its scales where they are zero, and nowhere else."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(WIDTH)), 1e-6
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.exp()
+
+
+def test_a_norm_is_told_by_what_it_does_at_any_scale():
+    assert rule_for(Exponential()) is None
+
+
+def test_a_layer_that_is_first_used_in_a_later_batch():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.late, self.head = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, x, late=False):
+            return self.head(self.inside(x) + (self.late(x.flip(0)) if late else 0))
+
+    model = Late()
+    engine = engine_of(model)
+    engine._missing = set()  # the other layer would be refused for never having a gradient
+    one_step(model, engine, batch()[0])
+    with pytest.raises(QuellError, match=r"late\.weight"):
+        one_step(model, engine, batch()[0], True)
