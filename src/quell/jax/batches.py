@@ -1,22 +1,28 @@
-"""The plan's batches as index arrays of one shape, with masks: compiled code sees one size, whatever was drawn."""
+"""The plan's batches as index arrays of one shape, with masks: compiled code sees one size, whatever was drawn.
+
+And random keys for the rows of a batch, which are those of examples, never of places.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from operator import index
 from typing import Any
 
+import jax
 import numpy as np
-from numpy.typing import NDArray
+from jax import Array
+from numpy.typing import ArrayLike, NDArray
 
 from quell.adapters.users import Owned
 from quell.errors import QuellError, require_count
 from quell.jax.given import number
 from quell.jax.private import Private
 from quell.jax.state import step_of
+from quell.noise.generators import chacha_block
 from quell.noise.guard import ReleaseGuard
 from quell.schemes import Batches
 
@@ -37,9 +43,10 @@ class PaddedBatches:
     users: Owned | None = None
     run: tuple[int, ...] = ()  # its name, as its states have it
     guard: ReleaseGuard | None = None  # of the run, which knows what was released
+    secret: bytes | None = field(default=None, repr=False)  # what `keys` are made of, derived from the run's key
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "guard": None}  # which holds the key; workers that load data need neither
+        return {**vars(self), "guard": None}  # which holds the run's key, that workers that load data do not need
 
     def __len__(self) -> int:
         return len(self.drawn)
@@ -69,8 +76,48 @@ class PaddedBatches:
         Returns:
             An iterator over `(indices, mask)`.
         """
-        first = index(step) if hasattr(step, "__index__") else step_of(step, self.run)
+        first = self._number(step)
         return (self._padded(number, batch) for number, batch in enumerate(self.drawn.starting(first), start=first))
+
+    def keys(self, step: Any, indices: ArrayLike) -> Array:
+        """A random key for each row of a batch, for dropout or augmentation: pass it to the loss as part of the unit.
+
+        A row's key follows from the run's secret key, the step and the row's index, never from its place in the batch.
+        If it followed from the place, one example less would move all behind it to other random numbers, and the sum of
+        a step by several clip norms. A step that comes again after a restart has the same keys.
+
+        Args:
+            step: The number of the step, or the optimizer's state, for the step that is due in it.
+            indices: What these batches gave for that step, or a part of it, such as that of one process.
+
+        Returns:
+            Threefry keys of the shape of `indices`, whatever `jax_default_prng_impl` is. They are secret. Call this
+            outside `jit`.
+
+        >>> import quell, quell.jax
+        >>> plan = quell.plan(examples=100, batch_size=10, epochs=1, epsilon=8, delta=1e-3, sampling="cyclic")
+        >>> drawn = batches(quell.jax.privatize(plan, np.zeros(3), max_grad_norm=1.0), 100)
+        >>> indices, mask = drawn[0]
+        >>> bool((drawn.keys(0, indices)[2:] == drawn.keys(0, indices[2:])).all())
+        True
+        """
+        if isinstance(indices, jax.core.Tracer):
+            raise QuellError("keys are made on the host: call keys outside jit, and pass them as part of the batch")
+        if self.secret is None:
+            raise QuellError("these batches have no run's key: make them with quell.jax.batches")
+        number, rows = self._number(step), np.asarray(indices)
+        if not 0 <= number < len(self):
+            raise QuellError(f"step {number:,} is not one of the {len(self):,} steps of this run")
+        examples = self.drawn.examples if self.users is None else self.users.examples
+        if not np.issubdtype(rows.dtype, np.integer) or np.any((rows < 0) | (rows >= examples)):
+            raise QuellError(f"indices must be integers from 0 to {examples - 1:,}: pass those that the batches gave")
+        low, high = _halves(rows.astype(np.uint64).ravel())
+        counter = low, high, *_halves(np.full(rows.size, number, np.uint64))
+        made = chacha_block(20, np.frombuffer(self.secret, "<u4").astype(np.uint32), counter)[:2]
+        return jax.random.wrap_key_data(made.T.reshape(*rows.shape, 2), impl="threefry2x32")
+
+    def _number(self, step: Any) -> int:
+        return index(step) if hasattr(step, "__index__") else step_of(step, self.run)
 
     def _padded(self, step: int, batch: NDArray[Any]) -> Padded:
         if len(batch) > self.size:
@@ -80,6 +127,11 @@ class PaddedBatches:
         indices = np.zeros((self.size, *rows.shape[1:]), np.int32 if most <= 2**31 else np.int64)
         indices[: len(rows)] = rows
         return indices, np.arange(self.size) < len(rows)
+
+
+def _halves(numbers: NDArray[np.uint64]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """The low and the high 32 bits."""
+    return numbers.astype(np.uint32), (numbers >> np.uint64(32)).astype(np.uint32)
 
 
 def batches(private: Private, examples: int, *, size: int | None = None, devices: int = 1) -> PaddedBatches:
@@ -119,7 +171,8 @@ def batches(private: Private, examples: int, *, size: int | None = None, devices
     if size is None:
         size = -(-_roomy(drawn) // parts) * parts
     host = private.host
-    return PaddedBatches(drawn, require_count("size", size), users, tuple(host.name.tolist()), host.guard)
+    secret = host.key.derive("quell random keys of rows")
+    return PaddedBatches(drawn, require_count("size", size), users, tuple(host.name.tolist()), host.guard, secret)
 
 
 def _roomy(drawn: Batches) -> int:

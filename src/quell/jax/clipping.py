@@ -29,7 +29,7 @@ from jax.custom_batching import sequential_vmap
 
 from quell.adapters.choice import require_clip_norm
 from quell.errors import QuellError, require_count
-from quell.jax.alone import as_units_vary, manual_axes, refuse_collectives
+from quell.jax.alone import as_units_vary, manual_axes, refuse_coupled
 from quell.jax.convolutions import with_products
 from quell.jax.devices import as_xla_shards
 from quell.jax.given import number, require_floats
@@ -56,7 +56,7 @@ def clipped_grad(
 
     Args:
         loss: `loss(params, *unit)`, the loss of *one* unit. It may be wrapped in `jax.checkpoint`, and take a random
-            key as part of the unit.
+            key as part of the unit: those of `batches(...).keys`. It returns one real number.
         max_grad_norm: What `privatize` returned, for its clip norm, its rows per user and the shapes of its parameters;
             or the norm itself, as a number, with which parameters are not compared. Each unit's gradient is clipped to
             it, over all parameters together.
@@ -90,7 +90,8 @@ def clipped_grad(
     bound, size = require_clip_norm(max_grad_norm), require_count("micro_batch", micro_batch)
     if not LEAST <= bound < MOST:
         raise QuellError(f"max_grad_norm={bound:g} is outside what float32 can measure: {LEAST:g} to {MOST:g}")
-    of_unit = loss if rows_per_unit is None else _mean_loss(loss, require_count("rows_per_unit", rows_per_unit))
+    of_row = _one_number(loss)
+    of_unit = of_row if rows_per_unit is None else _mean_loss(of_row, require_count("rows_per_unit", rows_per_unit))
 
     def sums(params: Any, batch: tuple[Any, ...], mask: Array | None) -> Any:
         require_floats(jax.tree_util.tree_leaves(params))
@@ -160,6 +161,25 @@ def _of_run(private: Private, rows_per_unit: int | None) -> tuple[float, int | N
     return private.max_grad_norm, private.users.most
 
 
+def _one_number(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The same loss; refused where it returns anything but one real number."""
+
+    def checked(params: Any, *unit: Any) -> Any:
+        found = loss(params, *unit)
+        if not (isinstance(found, Real) or hasattr(found, "dtype")):
+            returned = f"a {type(found).__name__}"
+        elif jnp.shape(found) or not jnp.issubdtype(jnp.result_type(found), jnp.floating):
+            returned = f"shape {jnp.shape(found)} and dtype {jnp.result_type(found)}"
+        else:
+            return found
+        raise QuellError(
+            f"the loss returned {returned}: it must return the loss of one unit as one real floating-point number, "
+            "without auxiliary outputs"
+        )
+
+    return checked
+
+
 def _mean_loss(loss: Callable[..., Any], rows: int) -> Callable[..., Any]:
     """The mean loss over a unit's rows."""
 
@@ -180,7 +200,7 @@ def _clipped_sum(
 ) -> tuple[list[Pair], Array]:
     """The sum of the clipped gradients of these units, leaf by leaf, and their norms."""
     each = jax.vmap(jax.grad(loss), in_axes=(None, *[0] * len(units)))
-    made = with_products(each, len(counts), refuse_collectives)(params, *units)
+    made = with_products(each, len(counts), refuse_coupled)(params, *units)
     gradients = _in_memory([leaf.astype(f32) for leaf in jax.tree_util.tree_leaves(made)])
     unit = f32(2.0 ** math.frexp(bound)[1])  # norms are measured in this, so that squares neither overflow nor vanish
     squares = sum(_sum_of_squares(leaf.reshape(len(counts), math.prod(leaf.shape[1:])) / unit) for leaf in gradients)
