@@ -515,12 +515,13 @@ def files_beside(folder):
     return {path.name: path.read_bytes() for path in folder.parent.glob(f"{folder.name}.key*")}
 
 
-def refused(folder, plan, tokenizer, match, resume=None, **more):
+def refused(folder, plan, tokenizer, match, resume=None, side="right", **more):
     """A start that ends in an error leaves the keys beside the folder as they were, and warns of no second run."""
     claims._claims.clear()
     before = files_beside(folder)
     more = {"model": tiny("BERT", hidden_dropout_prob=0.2), "options": SAVING, **more}
     trainer = trainer_of("BERT", folder, plan, tokenizer, **more)
+    trainer.data_collator = padded("BERT", tokenizer, side)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "an earlier run")
         with pytest.raises(QuellError, match=match):
@@ -528,7 +529,7 @@ def refused(folder, plan, tokenizer, match, resume=None, **more):
     assert files_beside(folder) == before
 
 
-@pytest.mark.parametrize("what", ["data of another size", "a budget without room"])
+@pytest.mark.parametrize("what", ["data of another size", "a budget without room", "padding that counts"])
 def test_a_start_that_is_refused_leaves_a_killed_run_as_it_was(what, tmp_path, tokenizer):
     """Whoever forgot resume_from_checkpoint, and was refused, can still resume."""
     sizes = {"examples": 40, "batch_size": 8, "epochs": 2, "epsilon": 2.0, "delta": 1e-3}
@@ -540,6 +541,8 @@ def test_a_start_that_is_refused_leaves_a_killed_run_as_it_was(what, tmp_path, t
             budget = Budget.create(tmp_path / "small", name="x", epsilon=1.0, delta=1e-3).path
             refused(folder, plan, tokenizer, "does not suffice", private={"budget": budget})
             budget.unlink()
+        elif what == "padding that counts":
+            refused(folder, plan, tokenizer, "padding_side='right'", side="left")
         else:
             refused(folder, plan, tokenizer, "41 examples", count=41)
     trainer = resumed(folder, plan, tokenizer)
@@ -582,6 +585,7 @@ def test_a_key_that_has_lost_its_ledger_is_kept(plan, tmp_path, tokenizer):
     crashed(folder, plan, tokenizer, 4)
     key = (tmp_path / "run.key").read_bytes()
     (tmp_path / "run.key.ledger").unlink()
+    refused(folder, plan, tokenizer, "padding_side='right'", side="left")  # when there is a new key, with a ledger
     with pytest.warns(UserWarning, match="an earlier run has released steps with the key"):
         crashed(folder, plan, tokenizer, 4)
     assert (tmp_path / "run.key.1").read_bytes() == key
