@@ -191,6 +191,7 @@ def test_an_evaluation_after_a_checkpoint_does_not_keep_a_run_from_resuming(plan
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:at step 6 the learning rate is")
 @pytest.mark.parametrize("stopped", [9, 5])
 @pytest.mark.parametrize("changed", [{"lr_scheduler_type": "linear"}, {"per_device_train_batch_size": 3}])
 def test_what_must_not_change_where_steps_come_again(changed, stopped, plan, tmp_path):
