@@ -139,7 +139,7 @@ def test_a_trainer_saves_and_resumes_adapters(plan, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_a_checkpoint_of_adapters_is_resumed_with_adapters(plan, tmp_path):
-    """Trainer would leave the adapters of the checkpoint where they are, and go on from first weights."""
+    """Trainer would look for the index of a model in pieces, and say that it is missing."""
     saving = arguments(tmp_path / "run", save_strategy="steps", save_steps=3)
     trainer = PrivateTrainer(adapted("LoRA, linear")[1], saving, train_dataset=Words(), plan=plan)
     trainer.add_callback(Stop(4))
