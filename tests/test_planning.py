@@ -490,6 +490,15 @@ def test_a_wrong_time_limit_is_a_sentence(saved, wrong):
         quell.Run.from_data(**{**SETUP, "time_limit": wrong})
 
 
+@pytest.mark.parametrize(("group", "name", "wrong"), [("promise", "epsilon", "8"), ("limits", "memory", -1)])
+def test_a_wrong_value_of_a_run_names_the_file(group, name, wrong, saved):
+    content = json.loads(saved.read_text())
+    content["run"][group][name] = wrong
+    saved.write_text(json.dumps(content))
+    with pytest.raises(QuellError, match=rf"the run that .*{saved.name} states is not valid: .*{name}"):
+        quell.verify(saved)
+
+
 @pytest.mark.slow
 def test_no_value_of_a_plan_file_makes_a_traceback(saved):
     content = json.loads(saved.read_text())

@@ -260,7 +260,7 @@ def test_a_resumed_run_is_audited_as_if_it_had_never_stopped(tmp_path):
     crashed = started()
     train(*crashed, steps=31, saved=25)
     for wrong in (0, 1000):
-        with pytest.raises(QuellError, match=rf"saved with canaries=2000 and this run has canaries={wrong}: pass that"):
+        with pytest.raises(QuellError, match=rf"saved with canaries=2000 and this run has canaries={wrong}: pass what"):
             load_checkpoint(tmp_path / "checkpoint", *(other := started(wrong)))
         other[1].close()
     resumed = started()

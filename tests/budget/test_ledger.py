@@ -239,6 +239,22 @@ def test_other_files_are_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize(
+    "content", [b'{\n  "format": "quell-plan",\n  "version": 3\n}\n', b'{"a": 1}\n{}\n', b"a,b\n1,2\n"]
+)
+def test_a_file_whose_first_line_is_no_budgets_is_not_called_damaged(tmp_path, content):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(QuellError, match=r"plan\.json is not a budget: quell budget init makes one"):
+        Budget(tmp_path / "plan.json")
+
+
+def test_a_budget_whose_first_line_is_damaged_is_not_called_another_file(budget):
+    text = budget.path.read_bytes()
+    budget.path.write_bytes(text.replace(b"quell", b"quill"))
+    with pytest.raises(QuellError, match=r"line 1 of the budget .* is damaged: restore the file from a copy"):
+        Budget(budget.path)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"epsilon": 0.0}, "must be positive"),

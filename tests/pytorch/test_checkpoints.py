@@ -13,7 +13,7 @@ from torch import nn
 
 from quell.errors import QuellError
 from quell.noise import Key
-from quell.torch import make_private
+from quell.torch import load_checkpoint, make_private, save_checkpoint
 
 from .conftest import small_plan
 from .forks import run_script
@@ -99,6 +99,43 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         other_loader.load_state_dict(position)
     with pytest.raises(QuellError, match="not the state of a private optimizer"):
         other.load_state_dict(torch.optim.SGD(network().parameters(), lr=0.1).state_dict())
+
+
+def kinds(name):
+    """One optimizer, or two as a list."""
+    model = network()
+    parts = [model.parameters()] if "," not in name else [model[:3].parameters(), model[3].parameters()]
+    made = [getattr(torch.optim, kind)(part, lr=0.1) for kind, part in zip(name.split(", "), parts, strict=True)]
+    return model, made if len(made) > 1 else made[0]
+
+
+@pytest.mark.filterwarnings("ignore:the plan's noise is shaped for SGD")
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [("SGD", "AdamW"), ("AdamW", "SGD"), ("AdamW", "Adam"), ("SGD, AdamW", "AdamW, SGD"), ("SGD, SGD", "SGD, AdamW")],
+)
+def test_a_state_of_another_optimizer_is_refused(saved, now, plan, tmp_path):
+    """Torch's own load_state_dict takes it, and the next step ends in a KeyError, or goes another way."""
+    model, optimizer = kinds(saved)
+    run = make_private(model, optimizer, examples(), plan, key=tmp_path / "key")
+    load_checkpoint(tmp_path / "c", *run)
+    train(*run, steps=2)
+    save_checkpoint(tmp_path / "c", *run)
+    state = copy.deepcopy(run[1].state_dict())
+    run[1].close()
+    model, optimizer = kinds(now)
+    run = make_private(model, optimizer, examples(), plan, key=tmp_path / "key")
+    message = f"the state was saved with optimizer={saved} and this run has optimizer={now}: pass what that run"
+    with pytest.raises(QuellError, match=message):
+        load_checkpoint(tmp_path / "c", *run)
+    with pytest.raises(QuellError, match=message):
+        run[1].load_state_dict(state)
+    assert run[1].run.step == 0
+    run[1].close()
+    model, optimizer = kinds(saved)
+    run = make_private(model, optimizer, examples(), plan, key=tmp_path / "key")
+    assert load_checkpoint(tmp_path / "c", *run) == 2
+    assert train(*run, steps=1) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from quell.errors import QuellError
+from quell.noise import claims
 from quell.torch import PlanMismatchWarning, make_private
 from quell.watching import Log
 from tests.pytorch.conftest import small_plan
@@ -188,6 +189,31 @@ def test_an_evaluation_after_a_checkpoint_does_not_keep_a_run_from_resuming(plan
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{plan.run.steps_per_epoch}"))
     for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:at step 6 the learning rate is")
+@pytest.mark.parametrize("stopped", [9, 5])
+@pytest.mark.parametrize("changed", [{"lr_scheduler_type": "linear"}, {"per_device_train_batch_size": 3}])
+def test_what_must_not_change_where_steps_come_again(changed, stopped, plan, tmp_path):
+    """Another schedule shows two steps after the checkpoint, whose optimizer has the next learning rate."""
+    saving = {"save_strategy": "steps", "save_steps": 5}
+    first = trainer_of(bert(), tmp_path / "run", plan, None, saving)
+    first.add_callback(Stop(stopped))
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    first.optimizer.close()
+    claims._claims.clear()
+    resumed = trainer_of(bert(), tmp_path / "run", plan, None, {**saving, **changed})
+    if stopped == 9:
+        message = (
+            r"a checkpoint was loaded, but .* learning-rate schedule, .*parts \(physical_batch_size, per_device_tr"
+        )
+        with pytest.raises(QuellError, match=message):
+            resumed.train(resume_from_checkpoint=True)
+        assert resumed.optimizer.run.released == 9
+    else:
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.privacy_report().steps_done == plan.steps
 
 
 def test_training_for_fewer_epochs_than_planned_is_a_warning(plan, tmp_path):

@@ -137,6 +137,27 @@ def test_a_trainer_saves_and_resumes_adapters(plan, tmp_path):
     assert (folder / "checkpoint-3" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_a_checkpoint_of_adapters_is_resumed_with_adapters(plan, tmp_path):
+    """Trainer would look for the index of a model in pieces, and say that it is missing."""
+    saving = arguments(tmp_path / "run", save_strategy="steps", save_steps=3)
+    trainer = PrivateTrainer(adapted("LoRA, linear")[1], saving, train_dataset=Words(), plan=plan)
+    trainer.add_callback(Stop(4))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.optimizer.close()
+    files = {path.name: path.read_bytes() for path in tmp_path.glob("run.key*")}
+    claims._claims.clear()
+    for checkpoint in (True, str(tmp_path / "run" / "checkpoint-3")):
+        plain = PrivateTrainer(tiny("Llama"), saving, train_dataset=Words(), plan=plan)
+        with pytest.raises(QuellError, match=r"checkpoint-3 has adapters \(LoRA\), and the model has none: add them"):
+            plain.train(resume_from_checkpoint=checkpoint)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("run.key*")} == files
+    trainer = PrivateTrainer(adapted("LoRA, linear")[1], saving, train_dataset=Words(), plan=plan)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.privacy_report().steps_done == plan.steps
+
+
 class Words(Examples):
     def __init__(self):
         super().__init__("Llama")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
+import quell
+from quell.budget import Budget
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, claims
 from quell.torch import PlanMismatchWarning, make_private
@@ -506,6 +509,96 @@ def test_a_new_run_has_a_new_key(plan, tmp_path, tokenizer):
     assert not list(folder.glob("*.key"))  # what is published lies in the folder
     with pytest.raises(QuellError, match="has no whole checkpoint of PrivateTrainer: call train"):
         resumed(tmp_path / "elsewhere", plan, tokenizer)
+
+
+def files_beside(folder):
+    return {path.name: path.read_bytes() for path in folder.parent.glob(f"{folder.name}.key*")}
+
+
+def refused(folder, plan, tokenizer, match, resume=None, side="right", **more):
+    """A start that ends in an error leaves the keys beside the folder as they were, and warns of no second run."""
+    claims._claims.clear()
+    before = files_beside(folder)
+    more = {"model": tiny("BERT", hidden_dropout_prob=0.2), "options": SAVING, **more}
+    trainer = trainer_of("BERT", folder, plan, tokenizer, **more)
+    trainer.data_collator = padded("BERT", tokenizer, side)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "an earlier run")
+        with pytest.raises(QuellError, match=match):
+            trainer.train(resume_from_checkpoint=resume)
+    assert files_beside(folder) == before
+
+
+@pytest.mark.parametrize("what", ["data of another size", "a budget without room", "padding that counts"])
+def test_a_start_that_is_refused_leaves_a_killed_run_as_it_was(what, tmp_path, tokenizer):
+    """Whoever forgot resume_from_checkpoint, and was refused, can still resume."""
+    sizes = {"examples": 40, "batch_size": 8, "epochs": 2, "epsilon": 2.0, "delta": 1e-3}
+    plan, folder = quell.plan(**sizes, sampling="cyclic", memory=0, draws=1), tmp_path / "run"
+    crashed(folder, plan, tokenizer, 4)
+    assert set(files_beside(folder)) == {"run.key", "run.key.ledger"}
+    for _ in range(2):
+        if what == "a budget without room":
+            budget = Budget.create(tmp_path / "small", name="x", epsilon=1.0, delta=1e-3).path
+            refused(folder, plan, tokenizer, "does not suffice", private={"budget": budget})
+            budget.unlink()
+        elif what == "padding that counts":
+            refused(folder, plan, tokenizer, "padding_side='right'", side="left")
+        else:
+            refused(folder, plan, tokenizer, "41 examples", count=41)
+    trainer = resumed(folder, plan, tokenizer)
+    assert trainer.privacy_report().steps_done == plan.steps
+    assert set(files_beside(folder)) == {"run.key", "run.key.ledger"}
+
+
+def test_a_first_start_that_is_refused_hinders_no_other(plan, tmp_path, tokenizer):
+    folder = tmp_path / "deep" / "run"
+    with pytest.raises(QuellError, match="41 examples"):
+        trainer_of("BERT", folder, plan, tokenizer, SAVING, count=41).train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "an earlier run")
+        crashed(folder, plan, tokenizer, 4)
+    assert set(files_beside(folder)) == {"run.key", "run.key.ledger"}
+
+
+@pytest.mark.filterwarnings("ignore:an earlier run has released")
+def test_a_run_is_not_resumed_without_its_key(plan, tmp_path, tokenizer):
+    folder = tmp_path / "run"
+    for _ in range(2):
+        crashed(folder, plan, tokenizer, 4)
+    names = ("run.key", "run.key.ledger")
+    for name in names:
+        (tmp_path / name).rename(tmp_path / f"kept-{name}")
+    for checkpoint in (True, str(folder / "checkpoint-3")):
+        refused(folder, plan, tokenizer, r"run\.key of the run is missing \(run\.key\.1 beside it", checkpoint)
+    for name in names:
+        (tmp_path / name.replace("key", "key.1")).unlink()
+    refused(folder, plan, tokenizer, r"run\.key of the run is missing: restore it and its ledger", True)
+    assert not files_beside(folder)
+    for name in names:
+        (tmp_path / f"kept-{name}").rename(tmp_path / name)
+    assert resumed(folder, plan, tokenizer).privacy_report().steps_done == plan.steps
+
+
+def test_a_key_that_has_lost_its_ledger_is_kept(plan, tmp_path, tokenizer):
+    """Nobody knows whether it released anything."""
+    folder = tmp_path / "run"
+    crashed(folder, plan, tokenizer, 4)
+    key = (tmp_path / "run.key").read_bytes()
+    (tmp_path / "run.key.ledger").unlink()
+    refused(folder, plan, tokenizer, "padding_side='right'", side="left")  # when there is a new key, with a ledger
+    with pytest.warns(UserWarning, match="an earlier run has released steps with the key"):
+        crashed(folder, plan, tokenizer, 4)
+    assert (tmp_path / "run.key.1").read_bytes() == key
+    assert (tmp_path / "run.key").read_bytes() != key
+
+
+@pytest.mark.filterwarnings("ignore:the plan's noise is shaped for SGD")
+def test_a_run_goes_on_with_its_own_optimizer(plan, tmp_path, tokenizer):
+    folder = tmp_path / "run"
+    crashed(folder, plan, tokenizer, 4)
+    match = r"saved with optimizer=SGD and this run has optimizer=AdamW: pass what that run was given"
+    refused(folder, plan, tokenizer, match, True, options={**SAVING, "optim": "adamw_torch"})
+    assert resumed(folder, plan, tokenizer).privacy_report().steps_done == plan.steps
 
 
 def test_labels_that_the_collator_drops_are_asked_for(plan, tmp_path):

@@ -12,7 +12,8 @@ from torch import nn
 from quell.errors import QuellError
 from quell.noise import Key, Ledger, claims
 from quell.torch import load_checkpoint, make_private, save_checkpoint, shards
-from quell.torch.folders import is_whole
+from quell.torch.checkpoints import newest_whole
+from quell.torch.folders import is_whole, require_whole_folder
 from quell.torch.sharding import Slices, dealt
 
 from .training import examples, train
@@ -156,6 +157,13 @@ def test_a_damaged_checkpoint_costs_itself_and_not_the_run(damage, file, straigh
         shorten(each / "rank-0.pt" if sharded else each)
     with pytest.raises(QuellError, match="is damaged or no checkpoint, and there is no whole"):
         go_on(path, start(tmp_path / "key", plan))
+
+
+def test_a_path_where_nothing_is_is_not_called_damaged(tmp_path):
+    with pytest.raises(QuellError, match=r"there is no checkpoint .*nowhere\.ckpt: pass the path of one that is there"):
+        newest_whole(tmp_path / "nowhere.ckpt")
+    with pytest.raises(QuellError, match=r"there is no checkpoint .*checkpoint-9: pass resume_from_checkpoint=True"):
+        require_whole_folder(tmp_path / "checkpoint-9")
 
 
 def refused(path, key, plan, match, sharded=False):

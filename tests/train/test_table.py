@@ -76,6 +76,16 @@ def test_what_a_model_keeps_of_its_columns_comes_back():
     assert Columns.from_plain(columns.as_plain()) == columns
 
 
+def test_what_is_no_table_of_the_model_is_named(tmp_path):
+    columns = columns_of(written(tmp_path), "bought", {})
+    (tmp_path / "plan.json").write_text('{\n  "format": "quell-plan"\n}\n')
+    match = r"plan\.json has none of the columns that the model was trained with \(age, city, code, remark\): give a"
+    with pytest.raises(QuellError, match=match):
+        encoded(tmp_path / "plan.json", columns)
+    with pytest.raises(QuellError, match=r"half\.csv has no column 'code', which the model was trained with"):
+        encoded(written(tmp_path, [], HEADER[:2], "half.csv"), columns)
+
+
 WRONG = {
     "with --target: it has age, city": Known(),
     "--classes 'no,yes' are those": Known("bought"),
@@ -84,6 +94,9 @@ WRONG = {
     "--range 'size'": Known("bought", "no,yes", ranges=["size=0:1"]),
     "--drop 'size'": Known("bought", "no,yes", dropped=["size"]),
     "cannot be a --category and have a --range": Known("bought", "no,yes", ranges=["age=0:1"], categories=["age"]),
+    "'bought' cannot be the --target and be left out by --drop": Known("bought", "no,yes", dropped=["bought"]),
+    "'age' cannot have a --range and be left": Known("bought", "no,yes", ranges=["age=0:1"], dropped=["city", "age"]),
+    "'code' cannot be a --category and be left": Known("bought", "no,yes", categories=["code"], dropped=["code"]),
     "is no range": Known("bought", "no,yes", ranges=["age=young:old"]),
     "9 must lie below 1": Known("bought", "no,yes", ranges=["age=9:1"]),
     "no column left": Known("bought", "no,yes", dropped=HEADER[:4]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from itertools import count
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def set_aside(path: Path) -> Iterator[None]:
     if not path.exists():
         yield
         return
-    aside = next(iter(_unused_names(path)))
+    aside = next(_unused_names(path))
     _rename(path, aside)
     try:
         yield
@@ -71,7 +72,7 @@ def set_aside(path: Path) -> Iterator[None]:
         f"an earlier run has released {steps} with the key {path}, and this is a second run on the data: the promises "
         f"of both add up. To go on with the earlier one instead, pass resume_from_checkpoint=True. Its key is {aside} "
         "now: rename it and its ledger back before that",
-        stacklevel=5,
+        stacklevel=10,
     )
 
 
@@ -79,8 +80,10 @@ def require_there(path: Path) -> None:
     """Refuse to resume a run without its key, which may have been set aside."""
     if path.exists():
         return
-    others = sorted(each.name for each in path.parent.glob(f"{path.name}.*") if each.suffix[1:].isdigit())
-    kept = f" ({', '.join(others)} beside it: of earlier runs, set aside when a new one began)" if others else ""
+    found = path.parent.glob(f"{escape(path.name)}.*")
+    others = sorted((each for each in found if each.suffix[1:].isdigit()), key=lambda each: int(each.suffix[1:]))
+    names = ", ".join(each.name for each in others)
+    kept = f" ({names} beside it: of earlier runs, set aside when a new one began)" if others else ""
     raise QuellError(
         f"the key {path} of the run is missing{kept}: restore it and its ledger under that name, or pass the "
         "key, private={'key': ...}"
@@ -107,7 +110,9 @@ def _remove(key: Path) -> None:
 
 
 def _released(ledger: Path) -> int | None:
-    """How many steps; None where that cannot be read."""
+    """How many steps; None where that cannot be read, as of a ledger that is lost."""
+    if not ledger.exists():
+        return None
     try:
         with Ledger(ledger) as found:
             return found.released

@@ -136,6 +136,8 @@ def _parsed(path: Path, content: bytes) -> _Parsed:
     *whole, last = content.split(b"\n")
     for number, text in enumerate(whole, start=1):
         if not found.take(text):
+            if number == 1 and f'"{_CHECK}":"'.encode() not in text:
+                raise _no_budget(path)
             raise QuellError(f"line {number:,} of the budget {path} is damaged: restore the file from a copy")
         found.size += 1
     if found.take(last):  # only its end is missing: it counts, for nobody knows whether its writer was answered
@@ -143,8 +145,12 @@ def _parsed(path: Path, content: bytes) -> _Parsed:
     elif found.take(last[:-1]):
         raise QuellError(f"the end of the budget {path} is damaged: restore the file from a copy")
     if not found.lines:
-        raise QuellError(f"{path} is not a budget: quell budget init makes one")
+        raise _no_budget(path)
     return found
+
+
+def _no_budget(path: Path) -> QuellError:
+    return QuellError(f"{path} is not a budget: quell budget init makes one; if it was one, restore it from a copy")
 
 
 def _line(content: dict[str, Any], before: bytes) -> tuple[bytes, bytes]:

@@ -26,9 +26,10 @@ _UNLOADED = (
     "new run with a new key"
 )
 _AFTER_LOADING = (
-    "a checkpoint was loaded, but something else is not as it was: the number of processes, random augmentation in "
-    "loader workers, GPU kernels that add in any order, devices, code or data (docs/resume.md). Go on as before the "
-    "crash, or from a checkpoint after which nothing was released, or start a new run with a new key"
+    "a checkpoint was loaded, but something else is not as it was: the learning-rate schedule, the size of a batch's "
+    "parts (physical_batch_size, per_device_train_batch_size), the number of processes, random augmentation in loader "
+    "workers, GPU kernels that add in any order, devices, code or data (docs/resume.md). Go on as before the crash, or "
+    "from a checkpoint after which nothing was released, or start a new run with a new key"
 )
 
 _TURN = Lock()  # to look up what was released and note a step is one act, also where several threads ask

@@ -129,7 +129,10 @@ def checked(path: str | Path) -> tuple[list[Check], Plan | None]:
     old = content["version"] == version2.VERSION
     if wrong := version2.misshapen(content) if old else shapes.odd_plan(content, _PLAN, _ROW):
         raise QuellError(f"{path} is damaged: {wrong}; make a new plan")
-    prices = Prices(version2.run_of(content["setup"]) if old else _run_of(content["run"]))
+    try:
+        prices = Prices(version2.run_of(content["setup"]) if old else _run_of(content["run"]))
+    except QuellError as refusal:
+        raise QuellError(f"the run that {path} states is not valid: {refusal}") from refusal
     stated: list[dict[str, Any]] = content["mechanisms"]
     rows = [version2.core(row) for row in stated] if old else stated
     drawn = sum(_is_drawn(row["guarantee"]["sampling"]) for row in rows)

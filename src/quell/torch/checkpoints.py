@@ -152,10 +152,12 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def newest_whole(path: Path) -> Path:
-    """The checkpoint, or the one before it where it is missing or damaged; one of them is there."""
+    """The checkpoint, or the one before it where it is missing or damaged."""
     older = _before(path)
     if is_whole(path):
         return path
+    if not path.exists() and not older.exists():
+        raise QuellError(f"there is no checkpoint {path}: pass the path of one that is there")
     if not is_whole(older):
         raise QuellError(
             f"{path} is damaged or no checkpoint, and there is no whole {older.name} beside it: pass the path of one "

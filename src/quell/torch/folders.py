@@ -79,6 +79,11 @@ def is_whole_folder(folder: Path) -> bool:
 
 
 def require_whole_folder(folder: Path) -> None:
+    if not folder.exists():
+        raise QuellError(
+            f"there is no checkpoint {folder}: pass resume_from_checkpoint=True, which takes the newest of the output "
+            "folder"
+        )
     if not is_whole_folder(folder):
         raise QuellError(
             f"{folder} is not a whole checkpoint of PrivateTrainer: pass resume_from_checkpoint=True, which takes the "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -236,8 +236,9 @@ class PrivateTrainer(Trainer):
         path = self._key_path
         if self._resuming:
             decided(lambda: require_there(path))
-        begins = not self._resuming and self.args.process_index == 0
-        with set_aside(path) if begins else nullcontext():
+        with ExitStack() as stack:  # rank 0's, on which the files are moved
+            if not self._resuming:
+                decided(lambda: stack.enter_context(set_aside(path)))
             yield {"key": path}
 
     @property

@@ -214,11 +214,14 @@ class PrivateOptimizer(Optimizer):
         compared = (
             ("ema", averages["rate"], rate),
             ("canaries", canaries["count"], count),
-            ("optimizer", own["optimizer"], self._kind),
+            ("optimizer", own.get("optimizer", self._kind), self._kind),
         )
         for name, saved, now in compared:
             if saved != now:
-                raise QuellError(f"the state was saved with {name}={saved} and this run has {name}={now}: pass that")
+                raise QuellError(
+                    f"the state was saved with {name}={saved} and this run has {name}={now}: pass what that run was "
+                    "given"
+                )
         together(lambda: self.run.noise.load_state_dict(own["noise"], replay=replay))
         self._to_replay = None
         self.run.share_released()

@@ -30,6 +30,7 @@ from quell.train.arrays import MOST_BYTES
 SUFFIXES = (".csv", ".tsv")
 _BUCKETS, _MOST_BUCKETS = 16, 1024  # features for texts: for each column, and in all
 _MOST_CACHED = 1 << 16
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,15 @@ def columns_of(
         for name in names:
             if name not in header:
                 raise QuellError(f"{option} {short(name)} is no column of {path}: it has {', '.join(header)}")
-    both = set(ranges) & set(categories)
-    if both:
-        raise QuellError(f"the column {short(both.pop())} cannot be a --category and have a --range: leave one out")
+    for first, second, said in (
+        (categories, ranges, "be a --category and have a --range"),
+        ([target], dropped, "be the --target and be left out by --drop"),
+        (ranges, dropped, "have a --range and be left out by --drop"),
+        (categories, dropped, "be a --category and be left out by --drop"),
+    ):
+        both = [name for name in first if name in second]
+        if both:
+            raise QuellError(f"the column {short(both[0])} cannot {said}: leave one of the two options out")
     kept = [name for name in header if name != target and name not in dropped]
     if not kept:
         raise QuellError(f"{path} has no column left to learn from: drop fewer")
@@ -131,6 +138,13 @@ def encoded(path: Path, columns: Columns) -> NDArray[np.float32]:
     with _opened(path) as rows:
         header = _header(path, rows)
         missing = [each.name for each in columns.columns if each.name not in header]
+        if len(missing) == len(columns.columns):
+            names = ", ".join(each.name for each in columns.columns[:_MOST_NAMED])
+            more = ", …" if len(columns.columns) > _MOST_NAMED else ""
+            raise QuellError(
+                f"{path} has none of the columns that the model was trained with ({names}{more}): give a .csv or .tsv "
+                "table that has them"
+            )
         if missing:
             raise QuellError(f"{path} has no column {short(missing[0])}, which the model was trained with: add it")
         places = [header.index(each.name) for each in columns.columns]
