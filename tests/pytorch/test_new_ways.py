@@ -241,3 +241,216 @@ def test_a_layer_that_is_first_used_in_a_later_batch():
     one_step(model, engine, batch()[0])
     with pytest.raises(QuellError, match=r"late\.weight"):
         one_step(model, engine, batch()[0], True)
+
+
+# What a second reviewer got past the first repairs
+
+
+class Rolled(nn.Module):
+    """Layers that see each other's rows, which come back into their order: only the gradients show it."""
+
+    def __init__(self, count=12):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, h):
+        for number, layer in enumerate(self.layers, start=1):
+            h = h + layer(h.roll(number, 0)).roll(-number, 0)
+        return h
+
+
+def test_rolled_rows_behind_zeros():
+    model = nn.Sequential(nn.Linear(4, WIDTH), Rolled(), nn.Linear(WIDTH, 3))
+    nn.init.zeros_(model[2].weight)
+    with pytest.raises(QuellError, match="by autograd"):
+        one_step(model, engine_of(model), batch()[0])
+
+
+class Late(nn.Module):
+    """A part of it is used in some passes only, which its own arguments need not tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.rolled, self.head = nn.Linear(4, WIDTH), Rolled(2), nn.Linear(WIDTH, 3)
+        self.late = False
+
+    def forward(self, x, late=False):
+        h = torch.tanh(self.inside(x))
+        return self.head(self.rolled(h) if late or self.late else h)
+
+    def now(self, late):
+        self.late = late
+        return self
+
+
+@pytest.mark.parametrize("first", ["the new one", "the usual one"])
+def test_every_pass_of_a_step_is_looked_at(first):
+    """Not only the last one, nor one whose gradients never came, such as that of an accuracy."""
+    model = Late()
+    engine = engine_of(model)
+    x = batch()[0]
+    ways = [True, False] if first == "the new one" else [False, True]
+    loss = sum((model(x, late).sum() for late in ways), torch.zeros(()))
+    loss.backward()
+    with pytest.raises(QuellError, match="by autograd"):
+        engine.collect()
+
+
+def test_a_pass_without_a_loss_compares_nothing():
+    model = Late()
+    engine = engine_of(model)
+    engine._missing = set()
+    x = batch()[0]
+    one_step(model, engine, x)
+    model.now(True)(x)  # of which no loss is made
+    one_step(model.now(False), engine, x)
+    with pytest.raises(QuellError, match="by autograd"):
+        one_step(model.now(True), engine, x)
+
+
+def test_a_way_that_a_reentrant_checkpoint_hides():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Late):
+        def forward(self, x, late=False):
+            h = torch.tanh(self.inside(x))
+            return self.head(checkpoint(self.rolled, h, use_reentrant=True) if late or self.late else h)
+
+    model = Checkpointed()
+    engine = engine_of(model)
+    engine._missing = set()
+    one_step(model, engine, batch()[0])
+    with pytest.raises(QuellError, match="by autograd"):
+        one_step(model.now(True), engine, batch()[0])
+
+
+def test_a_condition_that_a_model_holds_under_microbatch():
+    class Holds(Sliced):
+        def forward(self, x, condition=None):
+            return super().forward(x, self.kept)
+
+    model = Holds()
+    engine = MicrobatchEngine(model, dict(model.named_parameters()), 1.0, "sum", 4)
+    x, model.kept = batch()
+    with pytest.raises(QuellError, match="the model makes something else of some rows alone"):
+        one_step(model, engine, x)
+
+
+@pytest.mark.parametrize("later", ["a switch", "more dimensions"])
+def test_a_layer_that_looks_as_if_it_were_called_in_the_same_way(later):
+    """Its one row is given once per row of the batch, which another way of calling mixes."""
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.row = nn.Parameter(torch.randn(1, WIDTH))
+
+        def forward(self, h, mean=False):
+            return h * (self.row.mean(0) if mean else self.row)
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.product, self.head = nn.Linear(4, WIDTH), Product(), nn.Linear(WIDTH, 3)
+
+        def forward(self, x):
+            h = torch.tanh(self.inside(x))
+            if self.other and later == "more dimensions":  # as many places as there are examples
+                places = torch.arange(1.0, BATCH + 1)[:, None]
+                return self.head(self.product(h[:, None] * places).mean(1))
+            return self.head(self.product(h, self.other))
+
+    torch.manual_seed(0)
+    model, plain = Network(), Network()
+    plain.load_state_dict(model.state_dict())
+    engine = engine_of(model)
+    x = batch()[0]
+    model.other = False
+    one_step(model, engine, x)
+    model.other = plain.other = True
+    found = one_step(model, engine, x)
+    expected = clipped_gradient(plain, functional.cross_entropy, (x, torch.arange(BATCH) % 3), 1.0)
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, rtol=1e-4, atol=1e-5)
+
+
+def test_a_part_whose_gradients_begin_later():
+    """A second loss with a weight that grows from zero: it is looked at now and then, after 4, 16, 64, ... steps."""
+
+    class TwoHeads(Late):
+        def forward(self, x, late=False):
+            h = torch.tanh(self.inside(x))
+            return self.head(h), self.rolled(h)
+
+    model = TwoHeads()
+    engine = engine_of(model)
+
+    def step(weight):
+        first, second = model(batch()[0])
+        (first[:, 0].sum() + weight * second[:, 0].sum()).backward()
+        assert engine.collect()[0] == BATCH
+
+    for weight in (0.0, 0.0, 0.0, 1.0):
+        step(weight)
+    with pytest.raises(QuellError, match="by autograd"):
+        step(1.0)
+
+
+class Merges(nn.Linear):
+    """Some LoRA layers merge their adapters into the weight where they are evaluated."""
+
+    def train(self, mode=True):
+        if not mode:
+            self.weight.data += 1.0
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("clipping", ["layers", "microbatch"])
+def test_looking_does_not_put_modules_into_eval_mode_themselves(clipping):
+    model = nn.Sequential(Merges(4, WIDTH), Scaled(lambda kept, h: 1.0), nn.Linear(WIDTH, 3))
+    before = model[0].weight.detach().clone()
+    params = dict(model.named_parameters())
+    engine = engine_of(model) if clipping == "layers" else MicrobatchEngine(model, params, 1.0, "sum", 4)
+    one_step(model, engine, batch()[0])
+    assert torch.equal(before, model[0].weight)
+    assert all(module.training for module in model.modules())
+
+
+class Positive(nn.Module):
+    def __init__(self, refuse):
+        super().__init__()
+        self.scale, self.refuse = nn.Parameter(torch.full((1, WIDTH), 0.05)), refuse
+
+    def forward(self, h):
+        if not bool((self.scale > 0).all()):
+            raise self.refuse("a scale must be positive")
+        return torch.sigmoid(h / self.scale)  # which keeps its output for its own backward pass
+
+
+@pytest.mark.parametrize("refuse", [ValueError, AssertionError])
+def test_a_layer_that_wants_positive_numbers(refuse):
+    """Random numbers in the place of constants must not make a model fail that works."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, WIDTH), Positive(refuse), nn.Linear(WIDTH, 3))
+    plain = nn.Sequential(nn.Linear(4, WIDTH), Positive(refuse), nn.Linear(WIDTH, 3))
+    plain.load_state_dict(model.state_dict())
+    x = batch()[0]
+    found = one_step(model, engine_of(model), x)
+    expected = clipped_gradient(plain, functional.cross_entropy, (x, torch.arange(BATCH) % 3), 1.0)
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adversary_of_a_generator_is_looked_at_without_the_generators_graph():
+    """The look repeats passes: the discriminator's inputs must not lead back into a graph that was used."""
+
+    class Fixed(nn.Module):
+        def forward(self, h):
+            return h.view(BATCH, 3)  # with this batch size only
+
+    discriminator = nn.Sequential(nn.Linear(4, 3), Fixed())
+    generator = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
+    engine = engine_of(discriminator)
+    noise = torch.randn(BATCH, 2)
+    discriminator(generator(noise)).square().sum().backward()
+    assert engine.collect()[0] == BATCH

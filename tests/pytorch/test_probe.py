@@ -318,7 +318,7 @@ def test_outputs_that_are_written_into_another_tensor_are_of_the_model(loss, cli
     assert not optimizer.run.guard._why
     model, optimizer, loader = private(Around(nn.Identity(), lambda layer, x: x - x.mean(0)), clipping=clipping)
     x, y = next(iter(loader))
-    with pytest.raises(QuellError, match="the model mixes the examples of a batch"):
+    with pytest.raises(QuellError, match="mixes the examples of a batch"):
         loss(model, x, y).backward()
 
 

@@ -228,10 +228,14 @@ def restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode, without dropout; afterwards every module is in its own mode again."""
+    """Inside, the model is in eval mode, without dropout; afterwards every module is in its own mode again.
+
+    Not by `model.eval()`, which modules may override to do more (some LoRA layers merge their weights).
+    """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        for module, _ in modes:
+            module.training = False
         yield
     finally:
         for module, training in modes:
@@ -240,55 +244,71 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def shaken(parameters: Iterable[nn.Parameter]) -> Iterator[bool]:
-    """Inside, parameters that are as good as constant are random; whether there are any.
+    """Inside, parameters that are as good as constant, and zeros in others, are random; whether there are any.
 
-    Heads, gates and adapters often start as zeros, behind which nothing else of the model can be seen.
+    Heads, gates and adapters often start as zeros, behind which nothing else of the model can be seen. Other numbers
+    keep their sign, which a model may rely on.
     """
     generator = torch.Generator().manual_seed(0)
-    still = [(p, p.data) for p in parameters if not is_sharded(p) and p.numel() and _is_still(p.data)]
+    changed = []
     try:
-        for parameter, data in still:
-            parameter.data = data + 0.1 * torch.randn(data.shape, generator=generator).to(data)
-        yield bool(still)
+        for parameter in parameters:
+            data = parameter.data
+            if is_sharded(parameter) or not data.is_floating_point() or not data.numel():
+                continue
+            still, zero = float(wide(data).std(correction=0)) <= 1e-3, data == 0
+            if still or bool(zero.any()):
+                noise = 0.1 * torch.randn(data.shape, generator=generator).to(data)
+                others = data + data.sign() * noise.abs() if still else data
+                changed.append((parameter, data))
+                parameter.data = torch.where(zero, noise, others)
+        yield bool(changed)
     finally:
-        for parameter, data in still:
+        for parameter, data in changed:
             parameter.data = data
 
 
-def _is_still(values: Tensor) -> bool:
-    return float(wide(values).std(correction=0)) <= 1e-3
-
-
 def follow_the_batch(
-    model: nn.Module, parameters: Iterable[nn.Parameter], outputs: Callable[[slice], Sequence[Tensor]], examples: int
+    model: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    outputs: Callable[[slice], Sequence[Tensor]],
+    examples: int,
+    sure: bool = True,
 ) -> bool:
     """Whether the outputs of some examples stay the same without the others; `outputs(rows)` is given these alone.
 
     One example less hardly moves a mean over many, so only half of them, and single ones, are tried too: the last one
-    has another place then. A model that draws random numbers in eval mode would differ anyway, and is refused.
+    has another place then. A model that draws random numbers in eval mode would differ anyway. It is refused where one
+    has to be `sure`.
     """
     some = [slice(examples - 1), slice((examples + 1) // 2), slice(1), slice(examples - 1, examples)]
-    parameters = list(parameters)
+    parameters, shakes = list(parameters), True
 
     def both(rows: slice) -> list[Tensor]:
         made = list(outputs(rows))
-        with shaken(parameters) as others:
-            return made + list(outputs(rows)) if others else made
+        if shakes:
+            with shaken(parameters) as others:
+                made += list(outputs(rows)) if others else []
+        return made
 
     with torch.no_grad(), kept_states(), in_eval_mode(model), restored_buffers(model):
         try:
-            whole, again = both(slice(examples)), both(slice(examples))
-        except (RuntimeError, IndexError, ValueError):
-            return False
-        if not _alike(whole, again, slice(examples), examples):
-            raise QuellError(
-                "the model draws random numbers in eval mode too, so it cannot be seen which of its inputs all "
-                "examples share: let it draw them in training only (if self.training), or give it a single input"
-            )
+            with shaken(parameters):
+                outputs(slice(examples))
+        except Exception:  # a model that cannot run with such numbers
+            shakes = False
         try:
-            return all(_alike(whole, both(rows), rows, examples) for rows in some)
+            whole, again = both(slice(examples)), both(slice(examples))
+            if _alike(whole, again, slice(examples), examples):
+                return all(_alike(whole, both(rows), rows, examples) for rows in some)
         except (RuntimeError, IndexError, ValueError):
             return False
+    if sure:
+        raise QuellError(
+            "the model draws random numbers in eval mode too, so it cannot be seen which of its inputs all examples "
+            "share: let it draw them in training only (if self.training), or give it a single input"
+        )
+    return True
 
 
 def _alike(whole: Sequence[Tensor], some: Sequence[Tensor], rows: slice, examples: int) -> bool:

@@ -7,14 +7,16 @@ rows shows here: a few units are never as many as the batch has, so what is as l
 model that returns its loss has no output of one unit, and there the gradients of all of the few units are compared.
 A model that cannot run with a few units runs with all of them, as it did, and the same unit's gradient is compared.
 
-All of it is done again with random numbers where parameters are constant: zeros, as of a new head, hide the gradients
-of what is before them. Later batches in which a layer is called in a new way are looked at too.
+All of it is done again with random numbers where parameters are constant or zero: a new head hides the gradients of
+what is before it. Later passes are looked at too: where the model or a layer is called in a new way, and now and then
+as long as there are parameters whose gradients were too small to be compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,45 +39,65 @@ if TYPE_CHECKING:
 _FEW = 8  # units that are looked at
 
 
+@dataclass(eq=False)
+class Pass:
+    """A forward pass: what it takes to run it again, in which new ways it called layers, and its outputs' gradients."""
+
+    inputs: tuple[Any, Any]
+    rows: int | None
+    random: dict[str, Any]  # the states before it; those after it where it turned out only then that it is looked at
+    ways: set[Any] = field(default_factory=set)
+    autocast: Autocast | None = None
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether gradients have."""
+        return any(gradient is not None for gradient in self.gradients)
+
+    def watch(self, outputs: Any, device: str) -> None:
+        """It is looked at: keep the gradients of its outputs when they arrive."""
+        self.autocast, self.random = Autocast.now(device), self.random or own_states()
+        tensors = _differentiable(outputs)
+        self.gradients = [None] * len(tensors)
+        for place, value in enumerate(tensors):
+            value.register_hook(partial(self.gradients.__setitem__, place))
+
+
 class FirstBatch:
-    """Remembers a forward pass and the gradients that came to its outputs, and runs both again to compare."""
+    """Runs forward and backward passes again to compare."""
 
     def __init__(self, engine: LayerEngine) -> None:
         self.engine = engine
-        self._inputs: tuple[Any, Any] | None = None
-        self._gradients: list[Tensor | None] = []
-        self._random: dict[str, Any] = {}  # the states before the forward pass
+        self.busy = False
+        self.seen: set[str] = set()  # parameters whose gradients were large enough to be compared
+        self._pass: Pass
 
-    def remember(self, args: Any, kwargs: Any, looks: bool) -> None:
-        """A forward pass begins. If it turns out only later that it is looked at, its random numbers may be others."""
-        self._inputs, self._random = (args, kwargs), own_states() if looks else {}
-
-    def forget(self) -> None:
-        self._inputs, self._gradients = None, []
-
-    def watch(self, outputs: Any) -> None:
-        """Keep the gradients of the model's outputs when they arrive."""
-        self._autocast, self._random = Autocast.now(self.engine.device.type), self._random or own_states()
-        tensors = _differentiable(outputs)
-        self._gradients = [None] * len(tensors)
-        for place, value in enumerate(tensors):
-            value.register_hook(partial(self._gradients.__setitem__, place))
-
-    def compare(self) -> bool:
-        """Refuse gradients that are not autograd's. Whether this batch could show it.
+    def compare(self, done: Pass) -> bool:
+        """Refuse gradients that are not autograd's. Whether this pass could show it.
 
         One whose gradients are all zero cannot, nor one on which the loop called parts of the model instead of it.
         """
-        inputs, gradients, engine = self._inputs, self._gradients, self.engine
-        self.forget()  # the loss, and with it the hooks of its outputs, may live on
-        if inputs is None or all(gradient is None for gradient in gradients) or not engine.rows:
-            return False  # the model was not called as a whole, and there is nothing to run again
+        engine, rows = self.engine, done.rows
+        if not done.arrived or not rows or rows < 2 * engine.rows_per_unit:
+            return False
+        self._pass, self.busy = done, True
         try:
-            seen = self._compare(inputs, gradients, engine.rows)
+            seen = self._compare(done.inputs, done.gradients, rows)
             with shaken(engine.params.values()) as others:  # zeros, as of a new head, hide the gradients behind them
-                return (others and self._compare(inputs, gradients, engine.rows)) or seen
+                return (others and self._compare_shaken(done, rows)) or seen
         finally:
-            self.forget()  # the passes that were made here
+            self.busy, engine.rows = False, rows
+            del self._pass
+
+    def _compare_shaken(self, done: Pass, rows: int) -> bool:
+        try:
+            return self._compare(done.inputs, done.gradients, rows)
+        except QuellError:
+            raise
+        except Exception:  # a model that cannot run with such numbers
+            self.engine.take_finished()
+            return False
 
     def _compare(self, inputs: Any, gradients: list[Tensor | None], rows: int) -> bool:
         engine, unit = self.engine, self.engine.rows_per_unit
@@ -91,6 +113,7 @@ class FirstBatch:
             except (RuntimeError, IndexError, ValueError):
                 engine.take_finished()  # what was cut too is no example's, such as a mask that has as many rows
         alone = [_only(first, rows // unit, unit, g) for g in gradients] if with_rows else gradients
+        inputs = mapped(lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v, inputs)
         return self._look(rows, [inputs, inputs], gradients, alone, first if with_rows else None)
 
     def _compare_few(self, inputs: Any, gradients: list[Tensor | None], rows: int, first: int | None) -> bool:
@@ -129,7 +152,10 @@ class FirstBatch:
         coarse = 0.1 if engine.lowered else 1e-3
         for name, right in real.items():
             found = measured.get(name, torch.zeros_like(right))
-            if not float((found - right).double().norm()) <= coarse * float(right.double().norm() + 0.01 * whole):
+            size, slack = float(right.double().norm()), 0.01 * float(whole)
+            if size > coarse * slack:
+                self.seen.add(name)
+            if not float((found - right).double().norm()) <= coarse * (size + slack):
                 raise QuellError(
                     f"the gradient of one example for {name} has norm {float(found.norm()):.4g} as measured and "
                     f"{float(right.norm()):.4g} by autograd: its layer is used in a way that per-example gradients "
@@ -139,7 +165,8 @@ class FirstBatch:
         return bool(whole)
 
     def _run(self, inputs: Any) -> list[Tensor]:
-        with kept_states(self._random), torch.enable_grad(), self._autocast.again():
+        assert self._pass.autocast is not None
+        with kept_states(self._pass.random), torch.enable_grad(), self._pass.autocast.again():
             return _differentiable(self.engine.model(*inputs[0], **inputs[1]))
 
     def _measured(self, inputs: Any, gradients: list[Tensor | None], place: int | None) -> dict[str, Tensor]:

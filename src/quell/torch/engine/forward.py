@@ -48,7 +48,7 @@ _NOT_MAPPED = (
 )
 
 
-Way = tuple[str, tuple[int, ...]]  # the structure of a call's arguments, and which of them are tensors
+Way = tuple[Any, ...]  # in which a layer is called, by what its arguments are
 
 
 @dataclass(eq=False)
@@ -60,12 +60,11 @@ class Layer:
     trained: Mapping[str, str]  # from its own names of its parameters to the optimizer's
     forward: Callable[..., Any]  # as it was before
     whole: bool = False  # whether its parameters are those of the modules in it too
-    ways: set[Any] = field(default_factory=set)  # in which it was called
     shared: Tensor | None = None  # of an embedding: the most positions that all examples were seen to share
-    # Without a rule, for each way of calling it: does it take its parameters once for every row (None: not known yet),
-    # which inputs all examples were seen to share, and which not.
-    row_by_row: dict[Way, bool | None] = field(default_factory=dict)
+    # Without a rule, for each way of calling it: which inputs all examples were seen to share. For each in each way of
+    # calling the model: does it take its parameters once for every row (None: not known yet), which inputs are split.
     shared_inputs: dict[Way, set[int]] = field(default_factory=dict)
+    row_by_row: dict[Way, bool | None] = field(default_factory=dict)
     own_inputs: dict[Way, list[int]] = field(default_factory=dict)
 
 
@@ -81,7 +80,13 @@ class TappedForward(StandIn):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine.idle or not torch.is_grad_enabled():
+        if engine.idle:
+            return self.before(*args, **kwargs)
+        if engine.running:  # also in a reentrant checkpoint, which has no gradients yet and runs again without a pass
+            layer = engine.layers.get(id(self.module))
+            if layer is not None:
+                engine.note(layer.name, way_of(layer, args, kwargs))
+        if not torch.is_grad_enabled():
             return self.before(*args, **kwargs)
         return self._tapped(engine, args, kwargs)
 
@@ -128,12 +133,10 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
     """A tapped layer's forward pass."""
     layer = engine.layers[id(module)]
     if type(module) in COMPOSITES:
-        _note(engine, layer, len(args), *kwargs)
         return COMPOSITES[type(module)](engine, module, *args, **kwargs)
     if layer.rule is None:
         return _run_without_rule(engine, module, layer, args, kwargs)
     (x,) = args or tuple(kwargs.values())
-    _note(engine, layer, x.dim(), x.dim() > 0 and len(x) == 1)
     if layer.rule is linear:
         return tapped_linear(x, module.weight, module.bias, engine.anchor, engine.arrival(module, linear))
     if layer.rule is embedding:
@@ -146,24 +149,35 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
     return y
 
 
-def _note(engine: LayerEngine, layer: Layer, *way: Any) -> None:
-    """A batch in which a layer is called in a new way is looked at as the first batch is."""
-    if way not in layer.ways:
-        layer.ways.add(way)
-        engine.look_again()
+def kind_of(args: Any, kwargs: Any) -> Way:
+    """Of arguments: their structure, how many dimensions tensors have, switches, and the types of all else."""
+    values, structure = pytree.tree_flatten((args, kwargs))
+    kinds = (
+        v.dim() if isinstance(v, Tensor) else (v,) if isinstance(v, (bool, str, type(None))) else type(v)
+        for v in values
+    )
+    return str(structure), *kinds
+
+
+def way_of(layer: Layer, args: Any, kwargs: Any) -> Way:
+    """In which a layer is called. One with a rule has a single input; a row of it may be for all examples."""
+    if layer.rule is None:
+        return kind_of(args, kwargs)
+    x = args[0] if args else next(iter(kwargs.values()))
+    return x.dim(), x.dim() > 0 and len(x) == 1
 
 
 def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args: Any, kwargs: Any) -> Any:
     """Parameters whose first dimension is 1 row by row where the layer can take them so, others by torch.func."""
-    values, structure = pytree.tree_flatten((args, kwargs))
-    given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
-    way = str(structure), tuple(given)
-    _note(engine, layer, way)
-    if layer.row_by_row.get(way) is None:
-        layer.row_by_row[way] = not layer.whole and _takes_rows(engine, module, layer, args, kwargs)
-    if layer.row_by_row[way]:  # None, in a batch of one row, is as good as False
+    way = kind_of(args, kwargs)
+    here = (engine.way, *way)
+    if layer.row_by_row.get(here) is None:
+        layer.row_by_row[here] = not layer.whole and _takes_rows(engine, module, layer, args, kwargs)
+    if layer.row_by_row[here]:  # None, in a batch of one row, is as good as False
         with swapped([module], _row_by_row(engine, module, layer)):
             return layer.forward(*args, **kwargs)
+    values, structure = pytree.tree_flatten((args, kwargs))
+    given = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     with swapped(module.modules() if layer.whole else [module]):
         outputs, shape = pytree.tree_flatten(layer.forward(*args, **kwargs))
     made = [place for place, value in enumerate(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
@@ -182,16 +196,18 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
         others = {name: p.detach() for name, p in module.named_parameters() if name not in params}
         with autocast.again():
             found = pytree.tree_leaves(functional_call(module, {**others, **params}, again_args, again_kwargs))
-        return tuple(found[place] for place in made)
+        return tuple(found[place] for place in made if place < len(found))  # in eval mode there may be fewer
 
     def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
         shared.update(_shared_inputs(engine, inputs, len(gradients[0])))  # only now, in loops that call parts
-        _tell_apart(engine, module, way, partial(call, {}), inputs, len(gradients[0]))
+        _tell_apart(engine, module, here, layer.shared_inputs[way], partial(call, {}), inputs, len(gradients[0]))
         with in_a_sentence(f"making per-example gradients of {engine.called(module)} by torch.func", _NOT_MAPPED):
             own = {name: p.detach() for name, p in module.named_parameters() if name in layer.trained}
             return engine.unwatched(lambda: list(by_torch_func(own, call, inputs, shared, gradients, rows)))
 
-    found = engine.tapped(module, rule, [outputs[place] for place in made], tensors)
+    # The tap works in place, and autograd may have kept an output for its own backward pass (that of a sigmoid).
+    copies = [outputs[place].clone() if outputs[place].grad_fn is not None else outputs[place] for place in made]
+    found = engine.tapped(module, rule, copies, tensors)
     for place, value in zip(made, found, strict=True):
         outputs[place] = value
     return pytree.tree_unflatten(outputs, shape)
@@ -217,7 +233,13 @@ def _is_of_model(engine: LayerEngine, value: Tensor) -> bool:
 
 
 def _tell_apart(
-    engine: LayerEngine, module: nn.Module, way: Way, call: Callable[..., Any], inputs: Sequence[Tensor], examples: int
+    engine: LayerEngine,
+    module: nn.Module,
+    way: Way,
+    shared: set[int],
+    call: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    examples: int,
 ) -> None:
     """Refuse inputs of which one may be shared by all examples, and be as long as they are many by chance.
 
@@ -226,7 +248,7 @@ def _tell_apart(
     """
     layer = engine.layers[id(module)]
     as_long = [place for place, value in enumerate(inputs) if has_rows(value, examples)]
-    split = [place for place in as_long if place not in layer.shared_inputs[way]]
+    split = [place for place in as_long if place not in shared]
     in_doubt = any(place not in split and not _is_of_model(engine, inputs[place]) for place in as_long)
     if examples < 2 or (layer.own_inputs.get(way) == split and not in_doubt):
         return
@@ -236,7 +258,7 @@ def _tell_apart(
         return engine.unwatched(partial(call, *cut))
 
     own = [engine.params[name] for name in layer.trained.values()]
-    if not follow_the_batch(module, own, outputs, examples):
+    if not follow_the_batch(module, own, outputs, examples, sure=in_doubt or len(split) > 1):
         if in_doubt or len(split) < 2:
             raise QuellError(f"{engine.called(module)} makes something else of some rows alone: {NOT_ROWS}")
         raise QuellError(
@@ -286,7 +308,7 @@ def _takes_rows(engine: LayerEngine, module: nn.Module, layer: Layer, args: Any,
             plain, same, first, last = (
                 engine.unwatched(partial(_outputs, module, layer, args, kwargs, given)) for given in settings
             )
-        except (RuntimeError, ValueError, IndexError):
+        except Exception:  # the layer cannot run with several rows, or with such numbers
             return False
     return bool(plain) and all(
         a.shape == b.shape == c.shape == d.shape
@@ -331,7 +353,7 @@ def _share(engine: LayerEngine, layer: Layer, tokens: Tensor, rows: int) -> None
             "(number.expand(len(x)))"
         )
     if before is None:
-        engine.look_again()
+        engine.note(layer.name, "positions that all examples share")
     elif len(tokens) == rows and not torch.equal(*(numbers[: min(rows, len(before))] for numbers in (tokens, before))):
         raise QuellError(
             f"{layer.name} (Embedding) is given {rows} numbers in a batch of {rows} rows, and was given numbers that "

@@ -27,8 +27,8 @@ from quell.torch.clip_norms import Bounds, ClipNorm, Measured
 from quell.torch.distributed import sum_over_ranks
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision, norm_of
-from quell.torch.engine.check import FirstBatch
-from quell.torch.engine.forward import Layer, TappedForward, layers_to_tap, other_rows
+from quell.torch.engine.check import FirstBatch, Pass
+from quell.torch.engine.forward import Layer, TappedForward, kind_of, layers_to_tap, other_rows
 from quell.torch.engine.pieces import Piece, Rows
 from quell.torch.engine.rules import Rule
 from quell.torch.engine.scales import scaled
@@ -36,6 +36,7 @@ from quell.torch.engine.shared import tap_shared
 from quell.torch.engine.taps import Arrived, tap
 from quell.torch.engine.together import Names, clipped, gathered, merged
 from quell.torch.nested import tensors_in
+from quell.torch.random_states import own_states
 from quell.torch.sharding import own_share, own_square
 from quell.torch.transfer import Awaited
 
@@ -74,8 +75,14 @@ class LayerEngine(Engine):
         self._finished: list[Found] = []  # of backward passes that are done and not clipped yet
         self._under_way: dict[int, Found] = {}  # by autograd's number of the backward pass
         self._outer: dict[int, int] = {}  # from a backward pass inside another (reentrant checkpoints) to the outermost
-        self._first = FirstBatch(self)
-        self._looks = not self.sharded  # whether the batch is to be compared: the first, and each with something new
+        self.way = 0  # the number of the way in which the model is being called
+        self._ways: dict[Any, int] = {}
+        self._known: set[Any] = set()  # ways of calling layers that were compared
+        self._check = FirstBatch(self)
+        self._compared = self.sharded  # whether a first batch was: ranks would have to compare sharded ones together
+        self._current: Pass | None = None  # that is under way
+        self._to_look: list[Pass] = []  # passes of this step that are to be compared
+        self._waits = False  # whether one could not show yet what it was to be compared for
         self.measured: Measured = []  # the units that were clipped last, before clipping
         self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -92,6 +99,7 @@ class LayerEngine(Engine):
     def discard(self) -> None:
         super().discard()
         self._finished, self._under_way, self._outer, self._replayed = [], {}, {}, []
+        self._to_look = [done for done in self._to_look if not done.arrived]  # whose backward pass may be to come
 
     # Forward
 
@@ -102,20 +110,38 @@ class LayerEngine(Engine):
             tensors = [v for v in tensors_in((args, kwargs)) if v.dim()]
             self.rows = len(tensors[0]) if tensors else None
             self.given = {v.untyped_storage().data_ptr() for v in tensors}
-            if not self.sharded:
-                self._first.remember(args, kwargs, self._looks)
+            if not self.sharded and not self._check.busy:
+                kind = kind_of(args, kwargs)
+                self.way = self._ways.setdefault(kind, len(self._ways))
+                self._current = Pass((args, kwargs), self.rows, own_states() if self._is_due() else {})
+                self.note("the model", ())
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
         if model is self.model and self.running:
             self.running = False
-            if self._looks:
-                self._first.watch(outputs)
-            else:
-                self._first.forget()
+            done, self._current = self._current, None
+            if done is not None and (done.ways or self._is_due()):
+                done.watch(outputs, self.device.type)
+                self._to_look.append(done)
 
-    def look_again(self) -> None:
-        """Something new was seen, so this batch is compared as the first one was."""
-        self._looks = not self.sharded
+    def note(self, name: str, way: Any) -> None:
+        """A layer is called in this way: if it is new, the pass is compared as the first one is."""
+        if self._current is not None and (name, self.way, way) not in self._known:
+            self._current.ways.add((name, self.way, way))
+
+    def _is_due(self) -> bool:
+        """Before anything was compared, and after 4, 16, 64, ... steps while a parameter showed no gradient."""
+        power = self.collected > 0 and self.collected & (self.collected - 1) == 0 and self.collected.bit_length() % 2
+        return not self._compared or bool(power and not self.sharded and len(self._check.seen) < len(self.params))
+
+    def _look(self) -> None:
+        """Compare the passes that brought gradients. Others say nothing about the ways in which they called layers."""
+        passes, self._to_look = self._to_look, []
+        for done in passes:
+            if self._check.compare(done):
+                self._compared = True
+                self._known |= done.ways
+        self._waits = any(done.ways - self._known for done in passes)
 
     def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
@@ -212,7 +238,7 @@ class LayerEngine(Engine):
 
     def trains(self) -> bool:
         """Whether a forward pass that comes now is the loop's own, for training, and the first batch was checked."""
-        looking = self.idle or self._looks or torch._C._current_graph_task_id() >= 0
+        looking = self.idle or self._waits or self._is_due() or torch._C._current_graph_task_id() >= 0
         return torch.is_grad_enabled() and not looking
 
     def gathers(self) -> bool:
@@ -242,6 +268,8 @@ class LayerEngine(Engine):
                 "gradients cannot be clipped as one: leave cuda_graphs out"
             )
         with torch.no_grad(), full_precision():
+            if finished:
+                self._look()
             for found in finished:
                 self._clip(found)
         for recording in replayed:
@@ -253,8 +281,6 @@ class LayerEngine(Engine):
 
     def _clip(self, found: Found) -> None:
         pieces, units = self.pieces_of(found)
-        if self._looks and units > 1 and self._first.compare():
-            self._looks = False
         examples = self.present(units)
         sums = self.clipped(pieces, units, examples)
         self._keep_norms(self.measured, examples)

@@ -27,6 +27,7 @@ from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.coupling import follow_the_batch
 from quell.torch.engine.base import Engine, StandIn, is_differentiable
 from quell.torch.engine.bounds import norm_of
+from quell.torch.engine.forward import kind_of
 from quell.torch.engine.rules import NOT_ROWS, has_rows, pulled_back
 from quell.torch.random_states import kept_states, own_states
 
@@ -89,7 +90,7 @@ class MicrobatchEngine(Engine):
         self._plain_forward: Callable[..., Any] = model.forward
         self._open: Pass | None = None
         self._shared: set[tuple[str, int]] = set()  # places of arguments that all examples were seen to share
-        self._followed: set[tuple[str, tuple[int, ...]]] = set()  # places that were seen to follow the batch together
+        self._followed: set[Any] = set()  # places that were seen to follow the batch together
         model.forward = CutForward(self, model.forward)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
@@ -126,16 +127,19 @@ class MicrobatchEngine(Engine):
         With some rows alone, the outputs of these examples must stay the same. A model that is called in several ways
         has a first batch of each, and each batch is looked at that is as long as what all examples shared before.
         """
-        way, examples = (str(inputs.structure), tuple(inputs.mapped)), inputs.examples
+        way, examples = (*kind_of(inputs.values, {}), str(inputs.structure), *inputs.mapped), inputs.examples
         own = {buffer.untyped_storage().data_ptr() for buffer in self.model.buffers()}
         in_doubt = any(
-            (way[0], place) in self._shared and has_rows(v, examples) and v.untyped_storage().data_ptr() not in own
+            (str(inputs.structure), place) in self._shared
+            and has_rows(v, examples)
+            and v.untyped_storage().data_ptr() not in own
             for place, v in enumerate(inputs.values)
         )
-        if examples < 2 or ((way in self._followed or len(inputs.mapped) < 2) and not in_doubt):
+        if examples < 2 or (way in self._followed and not in_doubt):
             return
-        if not follow_the_batch(self.model, self.params.values(), partial(self._plainly, inputs), examples):
-            if in_doubt:
+        sure, plainly = in_doubt or len(inputs.mapped) > 1, partial(self._plainly, inputs)
+        if not follow_the_batch(self.model, self.params.values(), plainly, examples, sure):
+            if in_doubt or len(inputs.mapped) < 2:
                 raise QuellError(f"the model makes something else of some rows alone: {NOT_ROWS}")
             raise QuellError(
                 f"the model was given several tensors of {inputs.examples} rows, and without their last ones other "

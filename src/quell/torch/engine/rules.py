@@ -175,9 +175,9 @@ def _epsilon(layer: Any) -> float | None:
 
 
 NOT_ROWS = (
-    "it may use something of the whole batch that it holds (an attribute), or an input that has a row per example in "
-    "one batch and one row for all in another; pass it what belongs to examples, with a row per example in every batch "
-    "(condition.expand(len(x), -1))"
+    "it mixes the examples of a batch, or uses something of the whole batch that it holds (an attribute), or an input "
+    "that has a row per example in one batch and one row for all in another; pass it what belongs to examples, with a "
+    "row per example in every batch (condition.expand(len(x), -1))"
 )
 
 
