@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from quell.errors import QuellError
+from quell.noise.stream import uncompiled
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured
 from quell.torch.distributed import sum_over_ranks
 from quell.torch.engine.base import Engine
@@ -107,22 +108,29 @@ class LayerEngine(Engine):
         if model is self.model:
             self.running = torch.is_grad_enabled() and not self.idle
         if model is self.model and self.running:
-            tensors = [v for v in tensors_in((args, kwargs)) if v.dim()]
-            self.rows = len(tensors[0]) if tensors else None
-            self.given = {v.untyped_storage().data_ptr() for v in tensors}
-            if not self.sharded and not self._check.busy:
-                kind = kind_of(args, kwargs)
-                self.way = self._ways.setdefault(kind, len(self._ways))
-                self._current = Pass((args, kwargs), self.rows, own_states() if self._is_due() else {})
-                self.note("the model", ())
+            run = uncompiled(self._begin_pass) if torch.compiler.is_compiling() else self._begin_pass
+            run(args, kwargs)
+
+    def _begin_pass(self, args: Any, kwargs: Any) -> None:
+        tensors = [v for v in tensors_in((args, kwargs)) if v.dim()]
+        self.rows = len(tensors[0]) if tensors else None
+        self.given = {v.untyped_storage().data_ptr() for v in tensors}
+        if not self.sharded and not self._check.busy:
+            self.way = self._ways.setdefault(kind_of(args, kwargs), len(self._ways))
+            self._current = Pass((args, kwargs), self.rows, own_states() if self._is_due() else {})
+            self.note("the model", ())
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
         if model is self.model and self.running:
             self.running = False
-            done, self._current = self._current, None
-            if done is not None and (done.ways or self._is_due()):
-                done.watch(outputs, self.device.type)
-                self._to_look.append(done)
+            run = uncompiled(self._end_pass) if torch.compiler.is_compiling() else self._end_pass
+            run(outputs)
+
+    def _end_pass(self, outputs: Any) -> None:
+        done, self._current = self._current, None
+        if done is not None and (done.ways or self._is_due()):
+            done.watch(outputs, self.device.type)
+            self._to_look.append(done)
 
     def note(self, name: str, way: Any) -> None:
         """A layer is called in this way: if it is new, the pass is compared as the first one is."""
