@@ -244,7 +244,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def shaken(parameters: Iterable[nn.Parameter]) -> Iterator[bool]:
-    """Inside, parameters that are as good as constant, and zeros in others, are random; whether there are any.
+    """Inside, parameters that are as good as constant, and zeros in others that have many, are random; whether any are.
 
     Heads, gates and adapters often start as zeros, behind which nothing else of the model can be seen. Other numbers
     keep their sign, which a model may rely on.
@@ -257,7 +257,7 @@ def shaken(parameters: Iterable[nn.Parameter]) -> Iterator[bool]:
             if is_sharded(parameter) or not data.is_floating_point() or not data.numel():
                 continue
             still, zero = float(wide(data).std(correction=0)) <= 1e-3, data == 0
-            if still or bool(zero.any()):
+            if still or 1000 * int(zero.sum()) > zero.numel():
                 noise = 0.1 * torch.randn(data.shape, generator=generator).to(data)
                 others = data + data.sign() * noise.abs() if still else data
                 changed.append((parameter, data))

@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from quell.noise.stream import uncompiled
+
 _WORDS = 624  # of 32 bits, that a Mersenne twister holds
 
 
 def own_states() -> dict[str, Any]:
-    """The states of this process, as plain data and tensors."""
+    """The states of this process, as plain data and tensors. torch.compile does not trace how they are read."""
+    return (uncompiled(_own_states) if torch.compiler.is_compiling() else _own_states)()
+
+
+def _own_states() -> dict[str, Any]:
     numpy_state: Any = np.random.get_state()
     kind, words, *rest = numpy_state
     return {
