@@ -455,3 +455,29 @@ def test_an_adversary_of_a_generator_is_looked_at_without_the_generators_graph()
     noise = torch.randn(BATCH, 2)
     discriminator(generator(noise)).square().sum().backward()
     assert engine.collect()[0] == BATCH
+
+
+def test_ways_without_end_are_not_all_looked_at(monkeypatch):
+    """A list of an example's parts has another length in every batch: memory and time stay bounded."""
+    from quell.torch.engine import layers
+
+    monkeypatch.setattr(layers, "_MOST_WAYS", 3)
+
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x, parts):
+            return self.head(x) * len(parts)
+
+    model = Listed()
+    engine = engine_of(model)
+    looks = []
+    compare = engine._check.compare
+    monkeypatch.setattr(engine._check, "compare", lambda done: (looks.append(done), compare(done))[1])
+    for count in range(1, 20):
+        one_step(model, engine, batch()[0], list(range(count)))
+    assert len(looks) <= 6
+    assert len(engine._ways) == 3
+    assert len(engine._known) <= 8

@@ -152,11 +152,14 @@ def run_layer(engine: LayerEngine, module: Any, args: Any, kwargs: Any) -> Any:
 def kind_of(args: Any, kwargs: Any) -> Way:
     """Of arguments: their structure, how many dimensions tensors have, switches, and the types of all else."""
     values, structure = pytree.tree_flatten((args, kwargs))
-    kinds = (
-        v.dim() if isinstance(v, Tensor) else (v,) if isinstance(v, (bool, str, type(None))) else type(v)
-        for v in values
-    )
-    return str(structure), *kinds
+    return str(structure), *map(_kind, values)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dim()
+    is_switch = isinstance(value, (bool, type(None))) or (isinstance(value, str) and len(value) < 30)  # no text
+    return (value,) if is_switch else type(value)
 
 
 def way_of(layer: Layer, args: Any, kwargs: Any) -> Way:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from quell.torch.engine.graphs import Recording
 
 Found = dict[str, list[Piece]]  # by the parameter's name
+_MOST_WAYS = 100  # of calling the model, and on average a layer: in others, a batch is not looked at for that
 
 
 class LayerEngine(Engine):
@@ -116,7 +117,10 @@ class LayerEngine(Engine):
         self.rows = len(tensors[0]) if tensors else None
         self.given = {v.untyped_storage().data_ptr() for v in tensors}
         if not self.sharded and not self._check.busy:
-            self.way = self._ways.setdefault(kind_of(args, kwargs), len(self._ways))
+            kind = kind_of(args, kwargs)
+            self.way = self._ways.get(kind, len(self._ways))
+            if self.way < _MOST_WAYS:
+                self._ways[kind] = self.way
             self._current = Pass((args, kwargs), self.rows, own_states() if self._is_due() else {})
             self.note("the model", ())
 
@@ -134,7 +138,8 @@ class LayerEngine(Engine):
 
     def note(self, name: str, way: Any) -> None:
         """A layer is called in this way: if it is new, the pass is compared as the first one is."""
-        if self._current is not None and (name, self.way, way) not in self._known:
+        most = _MOST_WAYS * (1 + len(self.layers))
+        if self._current is not None and (name, self.way, way) not in self._known and len(self._known) < most:
             self._current.ways.add((name, self.way, way))
 
     def _is_due(self) -> bool:
