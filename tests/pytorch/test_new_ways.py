@@ -6,6 +6,8 @@ rightly.
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -481,3 +483,17 @@ def test_ways_without_end_are_not_all_looked_at(monkeypatch):
     assert len(looks) <= 6
     assert len(engine._ways) == 3
     assert len(engine._known) <= 8
+
+
+@pytest.mark.parametrize("rows", [1, BATCH])
+def test_passes_without_a_loss_are_not_kept(rows):
+    """Such as an evaluation before the first step without torch.no_grad()."""
+    model = Labelled()
+    engine_of(model)
+    x = torch.randn(rows, 4)
+    kept = weakref.ref(x.untyped_storage())
+    out = model(
+        x, torch.arange(rows) % 5 if rows > 1 else torch.zeros(1, 1, dtype=torch.long), lambda e: e.flatten(0, -2)
+    )
+    del x, out
+    assert kept() is None

@@ -14,7 +14,7 @@ as long as there are parameters whose gradients were too small to be compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,7 @@ _FEW = 8  # units that are looked at
 class Pass:
     """A forward pass: what it takes to run it again, in which new ways it called layers, and its outputs' gradients."""
 
-    inputs: tuple[Any, Any]
+    inputs: tuple[Any, Any] | None
     rows: int | None
     random: dict[str, Any]  # the states before it; those after it where it turned out only then that it is looked at
     ways: set[Any] = field(default_factory=set)
@@ -55,13 +55,19 @@ class Pass:
         """Whether gradients have."""
         return any(gradient is not None for gradient in self.gradients)
 
-    def watch(self, outputs: Any, device: str) -> None:
-        """It is looked at: keep the gradients of its outputs when they arrive."""
+    def watch(self, outputs: Any, device: str, when_arrived: Callable[[Pass], None]) -> None:
+        """It is looked at: keep the gradients of its outputs when they arrive. It lives as long as the outputs do."""
         self.autocast, self.random = Autocast.now(device), self.random or own_states()
         tensors = _differentiable(outputs)
         self.gradients = [None] * len(tensors)
+
+        def keep(gradient: Tensor, place: int) -> None:
+            if not self.arrived:
+                when_arrived(self)
+            self.gradients[place] = gradient
+
         for place, value in enumerate(tensors):
-            value.register_hook(partial(self.gradients.__setitem__, place))
+            value.register_hook(partial(keep, place=place))
 
 
 class FirstBatch:
@@ -78,21 +84,22 @@ class FirstBatch:
 
         One whose gradients are all zero cannot, nor one on which the loop called parts of the model instead of it.
         """
-        engine, rows = self.engine, done.rows
-        if not done.arrived or not rows or rows < 2 * engine.rows_per_unit:
+        engine, rows, inputs, gradients = self.engine, done.rows, done.inputs, list(done.gradients)
+        done.inputs, done.gradients[:] = None, [None] * len(gradients)  # the loss, and with it the hooks, may live on
+        if inputs is None or not rows or rows < 2 * engine.rows_per_unit:
             return False
         self._pass, self.busy = done, True
         try:
-            seen = self._compare(done.inputs, done.gradients, rows)
+            seen = self._compare(inputs, gradients, rows)
             with shaken(engine.params.values()) as others:  # zeros, as of a new head, hide the gradients behind them
-                return (others and self._compare_shaken(done, rows)) or seen
+                return (others and self._compare_shaken(inputs, gradients, rows)) or seen
         finally:
             self.busy, engine.rows = False, rows
             del self._pass
 
-    def _compare_shaken(self, done: Pass, rows: int) -> bool:
+    def _compare_shaken(self, inputs: Any, gradients: list[Tensor | None], rows: int) -> bool:
         try:
-            return self._compare(done.inputs, done.gradients, rows)
+            return self._compare(inputs, gradients, rows)
         except QuellError:
             raise
         except Exception:  # a model that cannot run with such numbers

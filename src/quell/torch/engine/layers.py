@@ -83,7 +83,7 @@ class LayerEngine(Engine):
         self._check = FirstBatch(self)
         self._compared = self.sharded  # whether a first batch was: ranks would have to compare sharded ones together
         self._current: Pass | None = None  # that is under way
-        self._to_look: list[Pass] = []  # passes of this step that are to be compared
+        self._to_look: list[Pass] = []  # passes of this step that have gradients and are to be compared
         self._waits = False  # whether one could not show yet what it was to be compared for
         self.measured: Measured = []  # the units that were clipped last, before clipping
         self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
@@ -100,8 +100,7 @@ class LayerEngine(Engine):
 
     def discard(self) -> None:
         super().discard()
-        self._finished, self._under_way, self._outer, self._replayed = [], {}, {}, []
-        self._to_look = [done for done in self._to_look if not done.arrived]  # whose backward pass may be to come
+        self._finished, self._under_way, self._outer, self._replayed, self._to_look = [], {}, {}, [], []
 
     # Forward
 
@@ -133,8 +132,7 @@ class LayerEngine(Engine):
     def _end_pass(self, outputs: Any) -> None:
         done, self._current = self._current, None
         if done is not None and (done.ways or self._is_due()):
-            done.watch(outputs, self.device.type)
-            self._to_look.append(done)
+            done.watch(outputs, self.device.type, lambda arrived: self._to_look.append(arrived))
 
     def note(self, name: str, way: Any) -> None:
         """A layer is called in this way: if it is new, the pass is compared as the first one is."""
@@ -148,7 +146,7 @@ class LayerEngine(Engine):
         return not self._compared or bool(power and not self.sharded and len(self._check.seen) < len(self.params))
 
     def _look(self) -> None:
-        """Compare the passes that brought gradients. Others say nothing about the ways in which they called layers."""
+        """Compare passes. Those without gradients say nothing about the ways in which they called layers."""
         passes, self._to_look = self._to_look, []
         for done in passes:
             if self._check.compare(done):
