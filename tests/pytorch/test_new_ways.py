@@ -310,6 +310,20 @@ def test_a_pass_without_a_loss_compares_nothing():
         one_step(model.now(True), engine, x)
 
 
+def test_a_way_that_is_new_in_a_batch_without_gradients():
+    """Gradients of zero show nothing, so the next batch is looked at for it."""
+    model = Late()
+    engine = engine_of(model)
+    engine._missing = set()
+    x = batch()[0]
+    for _ in range(2):
+        one_step(model, engine, x)
+    (model(x, True).sum() * 0.0).backward()
+    engine.collect()
+    with pytest.raises(QuellError, match="by autograd"):
+        one_step(model, engine, x, True)
+
+
 def test_a_way_that_a_reentrant_checkpoint_hides():
     from torch.utils.checkpoint import checkpoint
 
