@@ -66,6 +66,7 @@ def main(small: bool = False, folder: str = ".") -> float:
         save_checkpoint(checkpoint, model, optimizer, loader)
     if dist.get_rank() == 0:
         print(optimizer.privacy_report())
+    dist.barrier()  # where one rank leaves while another still works, gloo's threads sometimes abort the process
     dist.destroy_process_group()
     return step / plan.steps
 
