@@ -521,3 +521,30 @@ def test_a_number_that_changes_at_every_step_does_not_fill_the_memory(monkeypatc
 
 def test_true_and_one_are_recorded_apart():
     assert len({graphs._described(value) for value in (True, 1, 1.0)}) == 3
+
+
+def test_a_way_of_calling_the_model_is_compared_before_it_is_recorded(replays):
+    """What is recorded shows nothing of its layers any more, so passes without a loss must not lead to it."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x, rolled=False):
+            return self.layers(x.roll(1, 0)).roll(-1, 0) if rolled else self.layers(x)
+
+    model, optimizer, loader = start(small_plan(), Two(), cuda_graphs=True)
+    for step, (x, y) in enumerate(loader):
+        if step >= 3:
+            for _ in range(4):
+                model(x, True)  # of which no loss is made
+            break
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert not any(len(recording.args) == 2 for recording in replays if isinstance(recording, ByHand))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x, True), y).backward()
+    with pytest.raises(QuellError, match="by autograd"):
+        optimizer.step()

@@ -226,13 +226,13 @@ def _shared_inputs(engine: LayerEngine, tensors: Sequence[Tensor], examples: int
         return set()
     found = {place for place, value in enumerate(tensors) if not has_rows(value, examples)}
     if len(found) < len(tensors) - 1:
-        found |= {place for place, value in enumerate(tensors) if _is_of_model(engine, value)}
+        found |= {place for place, value in enumerate(tensors) if is_buffer(engine.model, value)}
     return found
 
 
-def _is_of_model(engine: LayerEngine, value: Tensor) -> bool:
+def is_buffer(model: nn.Module, value: Tensor) -> bool:
     """Whether it is a buffer of the model, or a part of one."""
-    return value.untyped_storage().data_ptr() in {held.untyped_storage().data_ptr() for held in engine.model.buffers()}
+    return value.untyped_storage().data_ptr() in {held.untyped_storage().data_ptr() for held in model.buffers()}
 
 
 def _tell_apart(
@@ -252,7 +252,7 @@ def _tell_apart(
     layer = engine.layers[id(module)]
     as_long = [place for place, value in enumerate(inputs) if has_rows(value, examples)]
     split = [place for place in as_long if place not in shared]
-    in_doubt = any(place not in split and not _is_of_model(engine, inputs[place]) for place in as_long)
+    in_doubt = any(place not in split and not is_buffer(engine.model, inputs[place]) for place in as_long)
     if examples < 2 or (layer.own_inputs.get(way) == split and not in_doubt):
         return
 

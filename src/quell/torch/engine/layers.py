@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from quell.torch.engine.graphs import Recording
 
 Found = dict[str, list[Piece]]  # by the parameter's name
+_MODEL = ("the model", ())  # the layer that stands for the model itself, and its way of being called
 _MOST_WAYS = 100  # of calling the model, and on average a layer: in others, a batch is not looked at for that
 
 
@@ -84,7 +85,6 @@ class LayerEngine(Engine):
         self._compared = self.sharded  # whether a first batch was: ranks would have to compare sharded ones together
         self._current: Pass | None = None  # that is under way
         self._to_look: list[Pass] = []  # passes of this step that have gradients and are to be compared
-        self._waits = False  # whether one could not show yet what it was to be compared for
         self.measured: Measured = []  # the units that were clipped last, before clipping
         self._last_sum: tuple[Awaited, int] | None = None  # its norm, not looked at yet, and how many examples it has
         model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -121,7 +121,7 @@ class LayerEngine(Engine):
             if self.way < _MOST_WAYS:
                 self._ways[kind] = self.way
             self._current = Pass((args, kwargs), self.rows, own_states() if self._is_due() else {})
-            self.note("the model", ())
+            self.note(*_MODEL)
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
         if model is self.model and self.running:
@@ -152,7 +152,6 @@ class LayerEngine(Engine):
             if self._check.compare(done):
                 self._compared = True
                 self._known |= done.ways
-        self._waits = any(done.ways - self._known for done in passes)
 
     def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
@@ -248,8 +247,13 @@ class LayerEngine(Engine):
     # Replays of CUDA graphs
 
     def trains(self) -> bool:
-        """Whether a forward pass that comes now is the loop's own, for training, and the first batch was checked."""
-        looking = self.idle or self._waits or self._is_due() or torch._C._current_graph_task_id() >= 0
+        """Whether a forward pass that comes now is the loop's own, for training, and called in a way that was compared.
+
+        A recording shows nothing of the layers that it calls.
+        """
+        name, way = _MODEL
+        is_new = not self.sharded and (name, self.way, way) not in self._known
+        looking = self.idle or is_new or self._is_due() or torch._C._current_graph_task_id() >= 0
         return torch.is_grad_enabled() and not looking
 
     def gathers(self) -> bool:

@@ -27,7 +27,7 @@ from quell.torch.clipping import Clipped, sum_clipped
 from quell.torch.coupling import follow_the_batch
 from quell.torch.engine.base import Engine, StandIn, is_differentiable
 from quell.torch.engine.bounds import norm_of
-from quell.torch.engine.forward import kind_of
+from quell.torch.engine.forward import is_buffer, kind_of
 from quell.torch.engine.rules import NOT_ROWS, has_rows, pulled_back
 from quell.torch.random_states import kept_states, own_states
 
@@ -112,12 +112,7 @@ class MicrobatchEngine(Engine):
         if not tensors:
             raise QuellError("the model was called without a tensor: clipping='microbatch' needs to know the examples")
         examples, way = len(next(iter(tensors.values()))), str(structure)
-        own = {buffer.untyped_storage().data_ptr() for buffer in self.model.buffers()}
-        self._shared |= {
-            (way, place)
-            for place, value in tensors.items()
-            if len(value) != examples or value.untyped_storage().data_ptr() in own
-        }
+        self._shared |= {(way, place) for place, v in tensors.items() if len(v) != examples or is_buffer(self.model, v)}
         mapped = [place for place in tensors if (way, place) not in self._shared]
         return Inputs(values, structure, mapped, examples, own_states(), Autocast.now(self.device.type))
 
@@ -128,13 +123,8 @@ class MicrobatchEngine(Engine):
         has a first batch of each, and each batch is looked at that is as long as what all examples shared before.
         """
         way, examples = (*kind_of(inputs.values, {}), str(inputs.structure), *inputs.mapped), inputs.examples
-        own = {buffer.untyped_storage().data_ptr() for buffer in self.model.buffers()}
-        in_doubt = any(
-            (str(inputs.structure), place) in self._shared
-            and has_rows(v, examples)
-            and v.untyped_storage().data_ptr() not in own
-            for place, v in enumerate(inputs.values)
-        )
+        shared = [v for place, v in enumerate(inputs.values) if (str(inputs.structure), place) in self._shared]
+        in_doubt = any(has_rows(v, examples) and not is_buffer(self.model, v) for v in shared)
         if examples < 2 or (way in self._followed and not in_doubt):
             return
         sure, plainly = in_doubt or len(inputs.mapped) > 1, partial(self._plainly, inputs)
