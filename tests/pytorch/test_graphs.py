@@ -1,7 +1,7 @@
 """Recorded passes train the same model as passes that run as usual, whatever the loop does with them.
 
-With a GPU these are CUDA graphs. Without one, a stand-in runs the passes again and overwrites one set of buffers, as
-graphs do: what is tested then is when a pass is recorded, when it is replayed, and who may hold what.
+With a GPU these are CUDA graphs, without one a stand-in (`recorded.py`): what is tested then is when a pass is
+recorded, when it is replayed, and who may hold what.
 """
 
 from __future__ import annotations
@@ -16,52 +16,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from quell import QuellError
-from quell.torch import make_private
 from quell.torch.engine import graphs
 
 from .conftest import small_plan, unpriced_poisson_plan
-from .training import examples, network, seeded, train, without_noise
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class ByHand(graphs.Recording):
-    """Replays by running again."""
-
-    def __init__(self, engine, forward, leaves, structure):
-        self.engine, self._usual, self._replays, self.forward = engine, forward, 0, forward
-        self._inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
-        self.args, self.kwargs = torch.utils._pytree.tree_unflatten(self._inputs, structure)
-        self.units = len(self._tensors[0]) // engine.rows_per_unit
-        self.sums = {name: torch.zeros_like(p) for name, p in engine.params.items()}
-        made, self._structure = torch.utils._pytree.tree_flatten(self._run())
-        self._outputs = [v.detach() for v in made]
-        self._places, self._has_gradient = list(range(len(made))), [v.requires_grad for v in made]
-        self._gradients = [torch.zeros_like(v) for v in self._outputs]
-
-    def _run(self):
-        with torch.enable_grad(), torch.random.fork_rng([]):
-            return self.forward(*self.args, **self.kwargs)
-
-    def replay_forward(self):
-        with torch.enable_grad():
-            self.made = torch.utils._pytree.tree_leaves(self.forward(*self.args, **self.kwargs))
-        for static, value in zip(self._outputs, self.made, strict=True):
-            static.copy_(value.detach())
-        return tuple(v.clone() for v in self._outputs), []
-
-    def replay_backward(self, gradients):
-        torch.autograd.backward(self.made, list(gradients))
-        (self.found,) = self.engine.take_finished()
-
-    def clip(self, present):
-        pieces, units = self.engine.pieces_of(self.found)
-        with torch.no_grad():
-            sums = self.engine.clipped(pieces, units, torch.tensor(present))
-        self.measured = self.engine.measured
-        for name, total in sums.items():
-            self.sums[name].copy_(total)
-        self.norm = torch.stack([v.norm() for v in self.sums.values()]).norm()
+from .recorded import DEVICE, ByHand, start
+from .training import examples, network, train, without_noise
 
 
 @pytest.fixture(autouse=True)
@@ -74,13 +33,6 @@ def replays(monkeypatch):
     run = graphs.Recording.run
     monkeypatch.setattr(graphs.Recording, "run", lambda self, *given: (made.append(self), run(self, *given))[1])
     return made
-
-
-def start(plan, model=None, data=None, bound=0.3, **options):
-    data = TensorDataset(*(tensor.to(DEVICE) for tensor in (data or examples()).tensors))
-    model = (network() if model is None else model).to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return make_private(model, optimizer, data, plan, bound, key=seeded(3), **options)
 
 
 def both(plan, loop=train, make=network, **options):
@@ -300,45 +252,93 @@ def test_a_recording_that_fails_once_is_tried_again(replays, monkeypatch):
     assert len(replays) == 4
 
 
+TOLD = {}
+
+
 class Told(nn.Module):
-    """Reads what the loop has told it."""
+    """Reads what the loop has told it, where nobody looks for changes."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.layers, self.told = network(), None
+        self.layers = network()
 
     def forward(self, x):
-        return self.layers(x + self.told)
+        return self.layers(x + TOLD["now"])
 
 
-def test_a_model_that_reads_more_than_its_arguments_is_not_replayed(replays, monkeypatch):
+def remembering(monkeypatch):
+    """The stand-in remembers what it was told, as a graph does."""
+    if DEVICE != "cpu":
+        return
+    make, again = ByHand.__init__, ByHand.replay_forward
+
+    def remember(self, *given):
+        self.told = TOLD["now"]
+        make(self, *given)
+
+    def recall(self):
+        now, TOLD["now"] = TOLD["now"], self.told
+        made = again(self)
+        TOLD["now"] = now
+        return made
+
+    monkeypatch.setattr(ByHand, "__init__", remember)
+    monkeypatch.setattr(ByHand, "replay_forward", recall)
+
+
+@pytest.mark.parametrize(("first", "used"), [(0, 2), (7, 4)])
+def test_a_model_that_reads_more_than_its_arguments_is_not_replayed(replays, monkeypatch, first, used):
     def loop(model, optimizer, loader):
         for _ in range(2):
             for x, y in loader:
-                model.told = x.mean(1, keepdim=True)
+                TOLD["now"] = x.mean(1, keepdim=True) if optimizer.run.step >= first else 0.0
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
 
-    if DEVICE == "cpu":  # the stand-in remembers what it was told, as a graph does
-        make, again = ByHand.__init__, ByHand.replay_forward
-
-        def remember(self, engine, forward, *rest):
-            self.told = forward.__self__.told
-            make(self, engine, forward, *rest)
-
-        def recall(self):
-            now, self.forward.__self__.told = self.forward.__self__.told, self.told
-            made = again(self)
-            self.forward.__self__.told = now
-            return made
-
-        monkeypatch.setattr(ByHand, "__init__", remember)
-        monkeypatch.setattr(ByHand, "replay_forward", recall)
+    remembering(monkeypatch)
     with pytest.warns(graphs.NotRecordedWarning, match="differs from a pass that runs as usual"):
-        same(both(small_plan(), loop, make=Told))
-    assert len(replays) == 2
+        found = both(small_plan(), loop, make=Told)
+    assert len(replays) == used
+    if not first:  # later, some replays came before the one that was compared
+        same(found)
+
+
+class Phases(nn.Module):
+    """Computes with numbers that the loop sets, and counts its passes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.factor, self.passes = network(), 1.0, 0
+
+    def forward(self, x):
+        self.passes += 1
+        return self.layers(x) * self.factor
+
+
+def in_phases(of_step, steps=10):
+    def loop(model, optimizer, loader):
+        while optimizer.run.step < steps:
+            for x, y in loader:
+                model.factor = of_step(optimizer.run.step)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    return loop
+
+
+def test_an_attribute_that_is_set_drops_recordings(replays):
+    same(both(small_plan(), in_phases(lambda step: 1.0 if step < 7 else 2.0), make=Phases))
+    assert 2 <= len(replays) < 5
+
+
+def test_an_attribute_that_is_set_at_every_step_ends_it(replays):
+    with pytest.warns(graphs.NotRecordedWarning, match="factor of the model is set"):
+        same(both(small_plan(), in_phases(lambda step: 1.0 + step), make=Phases))
+    assert not replays
 
 
 def test_objects_among_the_arguments_are_not_recorded(replays):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from quell.errors import QuellError
+from quell.torch.engine.check import FirstBatch
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.engine.rules import rule_for
@@ -511,3 +512,49 @@ def test_passes_without_a_loss_are_not_kept(rows):
     )
     del x, out
     assert kept() is None
+
+
+class Phased(nn.Module):
+    """Mixes rows in one of its phases."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.head, self.phase = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3), 1
+
+    def forward(self, x):
+        h = torch.tanh(self.inside(x))
+        return self.head(h.roll(1, 0)).roll(-1, 0) if self.phase == 2 else self.head(h)
+
+
+@pytest.mark.parametrize("before", [2, 6])
+def test_an_attribute_that_the_loop_sets(before):
+    """Each example's gradient of the head would be that of its neighbour."""
+    model = Phased()
+    engine = engine_of(model)
+    for _ in range(before):
+        one_step(model, engine, batch()[0])
+    model.phase = 2
+    with pytest.raises(QuellError, match="by autograd"):
+        one_step(model, engine, batch()[0])
+
+
+def test_a_layer_that_the_loop_puts_into_another_phase_and_back(monkeypatch):
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phased, self.last = Phased(), None
+
+        def forward(self, x):
+            self.last = x
+            return self.phased(x)
+
+    compared = []
+    compare = FirstBatch.compare
+    monkeypatch.setattr(FirstBatch, "compare", lambda self, done: (compared.append(done), compare(self, done))[1])
+    model = Outside()
+    engine = engine_of(model)
+    for phase in (1, 1, 3, 3, 1, 3, 1, 4, 5, 6, 7, 8, 9, 10):
+        model.phased.phase = phase
+        one_step(model, engine, batch()[0])
+    # The first; what it kept; 3; 1 again; 4 and 5: an attribute with more values counts something
+    assert len(compared) == 6

@@ -24,7 +24,7 @@ from quell.torch.checks import (
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
-from quell.torch.engine.graphs import record_passes, require_recordable
+from quell.torch.engine.graphs import are_recordable, record_passes
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
 from quell.torch.joined import JoinedOptimizer
@@ -60,7 +60,7 @@ def make_private(
     users: Any = None,
     rows_per_user: int = 1,
     fixed_shape: bool | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
     key: Key | str | Path | None = None,
     seed: int | None = None,
     ledger: str | Path | None = None,
@@ -110,7 +110,8 @@ def make_private(
             GPUs, for data in memory (`TensorDataset`, `StackDataset` of tensors or arrays, and a `Subset` of these).
         cuda_graphs: Record the model's passes and the clipping after a few steps and replay them, for steps that Python
             slows down. Needs batches of one shape. What Python decides in the model is decided once. Passes that cannot
-            be recorded run as usual, with a warning.
+            be recorded run as usual, with a warning. Default: on one GPU, where it waits for Python and nothing but the
+            speed would change (docs/pytorch.md).
         key: The noise key, or the path of a key file that only its owner can read; it is made if it does not exist.
             Default: a new key that is not kept.
         seed: Makes the run repeatable and voids its privacy: for tests.
@@ -183,8 +184,8 @@ def make_private(
             raise QuellError("cuda_graphs needs clipping='layers': leave it out")
         if sharded:
             raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
-    if cuda_graphs:
-        require_recordable(params.values())
+    if cuda_graphs and not are_recordable(params.values()):
+        raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU: leave it out")
     if correct_moments:
         require_correctable(optimizer)
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)
@@ -222,8 +223,9 @@ def make_private(
         engine.present, engine.scales = run.present, scales
         engine.keeps_norms = run.watch is not None and run.watch.log.norms
         run.guard = probe = Probe(model, params, lambda: engine.inside)
-        if cuda_graphs and isinstance(engine, LayerEngine):
-            record_passes(engine, model, lambda: probe.watching)
+        unasked = cuda_graphs is None and run.world == 1 and not hasattr(model, "_orig_mod")  # of torch.compile
+        if isinstance(engine, LayerEngine) and (cuda_graphs or (unasked and are_recordable(params.values()))):
+            record_passes(engine, model, lambda: probe.watching, asked=not unasked)
         private = PrivateOptimizer(optimizer, run, engine, ema)
         if correct_moments:
             deviation = run.noise.scale / run.expected_batch_size

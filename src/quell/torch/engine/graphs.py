@@ -6,9 +6,11 @@ one mode; anything else runs as usual. What Python decides inside of the model i
 loss, the noise and the optimizer's step are not part of it.
 
 A recording has one set of buffers, and what it makes is clipped by itself. So a loop that makes several passes with
-gradients in a step is not recorded. What a replay hands out, outputs and clipped sums, are copies. The second replay
-is compared with a pass that runs as usual: a model that reads something else than its arguments, such as an attribute
-that the loop sets, would go on with what it read when it was recorded.
+gradients in a step is not recorded. What a replay hands out, outputs and clipped sums, are copies. A model that reads
+something else than its arguments would go on with what it read when it was recorded. So recordings are dropped where
+somebody sets an attribute of a module, and replays are compared with passes that run as usual: the 2nd, 4th, 8th, ...
+
+Passes are recorded because the user asked for it, or by default where that is harmless (`unasked.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
 from quell.torch.coupling import differ
+from quell.torch.engine.attributes import PLAIN
 from quell.torch.engine.base import StandIn, is_differentiable
 from quell.torch.engine.bounds import full_precision, norm_of
-from quell.torch.engine.pieces import sparing
+from quell.torch.engine.unasked import Pace, Trial, has_hooks
 from quell.torch.random_states import kept_states, own_states, set_own_states
 from quell.torch.sharding import is_sharded
 
@@ -39,22 +42,23 @@ _USUAL = 2  # passes of one kind that run as usual before they are recorded
 _REMEMBERED = 100  # kinds of passes that are counted
 _TRIES = 3  # after so many failed recordings of whatever kind there are no more
 _MOST = 2  # recordings that are kept, because each holds the memory of its passes
+_CHANGES = 3  # of attributes: if there are more of them, each before so many replays, nothing is recorded any more
+_WORTH = 64
+_COMPARED = 1 << 10  # replays after which each so-many-th is compared, and before which those of powers of two
 
 
 _APART = {False: 1e-3, True: 5e-2}  # by which share of the largest number outputs may differ, also in half precision
-_PLAIN = (bool, int, float, str, type(None))
 _DEVICE = "cuda"
 
 
-def require_recordable(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse trained parameters of which no passes can be recorded."""
-    if any(is_sharded(parameter) or parameter.device.type != _DEVICE for parameter in parameters):
-        raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU: leave it out")
+def are_recordable(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether passes with these trained parameters can be recorded."""
+    return not any(is_sharded(parameter) or parameter.device.type != _DEVICE for parameter in parameters)
 
 
-def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool]) -> None:
+def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool], asked: bool) -> None:
     """Let the model record and replay its passes. `busy` says whether somebody watches what the loop does."""
-    model.forward = GraphedForward(engine, model, busy)
+    model.forward = GraphedForward(engine, model, busy, asked)
 
 
 class NotRecordedWarning(UserWarning):
@@ -64,43 +68,83 @@ class NotRecordedWarning(UserWarning):
 class GraphedForward(StandIn):
     """What stands in for the model's forward method."""
 
-    def __init__(self, engine: LayerEngine, model: nn.Module, busy: Callable[[], bool]) -> None:
+    def __init__(self, engine: LayerEngine, model: nn.Module, busy: Callable[[], bool], asked: bool) -> None:
         self.engine: LayerEngine | None = engine  # None where nothing can be recorded
         self.before, self.busy = model.forward, busy
         self._last = -1  # when sums had been collected so many times, the last pass came
-        self._failures = 0
+        self._failures = self._changes = 0
+        self._changed = engine.attributes.changes  # how often attributes had been set, when there last were recordings
         self._seen: Counter[Any] = Counter()
         self._recordings: dict[Any, Recording] = {}
         self._modules = list(model.modules())
+        self._pace = engine.pace = None if asked else Pace()
+        self._is_harmless = asked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine is not None and engine.trains() and not self.busy():
-            again, self._last = self._last == engine.collected, engine.collected
-            if again and not self._recordings:
-                self._give_up("there are several of them in a step")
-            elif not engine.gathers():
-                leaves, structure = pytree.tree_flatten((args, kwargs))
-                recording = self._recording(engine, leaves, structure)
+        if engine is None or torch.compiler.is_compiling():
+            return self.before(*args, **kwargs)
+        if not engine.trains() or self.busy() or (self._pace and has_hooks(self._modules[1:])):
+            if self._pace:
+                self._pace.waited = 0  # such passes take Python longer than others
+            return self.before(*args, **kwargs)
+        again, self._last = self._last == engine.collected, engine.collected
+        if again and not self._recordings:
+            self._give_up("there are several of them in a step")
+        elif not engine.gathers():
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            if self._is_time(engine, kind := self._kind(engine, leaves, structure), leaves):
+                if not self._is_harmless:
+                    return self._tried(engine, args, kwargs)
+                recording = self._recording(engine, kind, leaves, structure)
                 if recording is not None:
                     if (outputs := recording.run(leaves, structure)) is not None:
                         return outputs
-                    self._give_up("a replay differs from a pass that runs as usual, for other inputs")
+                    self._give_up("a replay differs from a pass that runs as usual, for other inputs", always=True)
         return self.before(*args, **kwargs)
 
-    def _recording(self, engine: LayerEngine, leaves: list[Any], structure: Any) -> Recording | None:
-        """The recording for such inputs, made if they have come often enough."""
-        where, device = self._where(), engine.device.type
+    def _kind(self, engine: LayerEngine, leaves: list[Any], structure: Any) -> Any:
+        device = engine.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        kind = where, autocast, repr(structure), *map(_described, leaves)
+        return self._where(), autocast, repr(structure), *map(_described, leaves)
+
+    def _is_time(self, engine: LayerEngine, kind: Any, leaves: list[Any]) -> bool:
+        """Whether passes of this kind are recorded, or shall be: they have come often enough."""
+        if self._changed != engine.attributes.changes and not self._go_on(engine):
+            return False
         if kind in self._recordings:
-            return self._recordings[kind]
+            return True
         if len(self._seen) == _REMEMBERED:  # something changes at every step, such as a number that is passed
             self._seen.clear()
         self._seen[kind] += 1
-        if self._seen[kind] <= _USUAL or not _recordable(leaves, engine.device):
-            return None
-        for other in [other for other in self._recordings if other[0] != where]:
+        late = self._pace is None or self._pace.is_slow
+        return late and self._seen[kind] > _USUAL and _recordable(leaves, engine.device)
+
+    def _go_on(self, engine: LayerEngine) -> bool:
+        """Begin anew, because an attribute was set; whether that is worth it, or happens again and again."""
+        used = max((recording.replays for recording in self._recordings.values()), default=0)
+        self._changed, self._changes = engine.attributes.changes, 1 if used >= _WORTH else self._changes + 1
+        self._recordings.clear()
+        self._seen.clear()
+        if self._changes > _CHANGES:
+            name = engine.attributes.last
+            self._give_up(f"{name} of the model is set to something else again and again; pass it as an argument")
+        return self._changes <= _CHANGES
+
+    def _tried(self, engine: LayerEngine, args: Any, kwargs: Any) -> Any:
+        """A pass that runs as usual, to see whether the next ones can be recorded unasked."""
+        trial = Trial(engine)
+        outputs = self.before(*args, **kwargs)
+        self._is_harmless = trial.passed(outputs)
+        if not self._is_harmless:
+            self.engine = None
+        return outputs
+
+    def _recording(self, engine: LayerEngine, kind: Any, leaves: list[Any], structure: Any) -> Recording | None:
+        """The recording of this kind, made if there is none."""
+        if kind in self._recordings:
+            return self._recordings[kind]
+        for other in [other for other in self._recordings if other[0] != kind[0]]:
             del self._recordings[other]  # the weights have moved
         if len(self._recordings) == _MOST:
             return None
@@ -113,13 +157,15 @@ class GraphedForward(StandIn):
             return None
         return self._recordings[kind]
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, always: bool = False) -> None:
+        """Record nothing any more, and say so where somebody asked for it, or `always`."""
         self.engine = None
-        warnings.warn(
-            f"the model's passes cannot be recorded as CUDA graphs and run as usual: {why}",
-            NotRecordedWarning,
-            stacklevel=5,
-        )
+        if self._pace is None or always:
+            warnings.warn(
+                f"the model's passes cannot be recorded as CUDA graphs and run as usual: {why}",
+                NotRecordedWarning,
+                stacklevel=5,
+            )
 
     def _where(self) -> Any:
         """What a recording takes for granted: where weights and buffers lie, what is trained, and all modes."""
@@ -132,7 +178,7 @@ class Recording:
     """One forward pass, its backward pass and the clipping, for inputs like these."""
 
     def __init__(self, engine: LayerEngine, forward: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
-        self.engine, self._usual, self._replays = engine, forward, 0
+        self.engine, self._usual, self.replays = engine, forward, 0
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._inputs = [value.clone() if isinstance(value, Tensor) else value for value in leaves]
         self._present = torch.zeros((), dtype=torch.int64, device=engine.device)
@@ -147,6 +193,7 @@ class Recording:
                 outputs, _, gradients = run()
                 self._back(outputs, gradients)
                 self._clipped(self._found())
+            torch.cuda.empty_cache()  # of that, which needed as much memory as the recording will
             self._forward, (outputs, self._structure, gradients) = self._recorded(run)
             self._places = [place for place, value in enumerate(outputs) if isinstance(value, Tensor)]
             self._has_gradient = [is_differentiable(outputs[place]) for place in self._places]
@@ -159,8 +206,8 @@ class Recording:
     def run(self, leaves: list[Any], structure: Any) -> Any:
         """The outputs for these inputs; None where a replay's are not those of the model."""
         torch._foreach_copy_(self._tensors, [value for value in leaves if isinstance(value, Tensor)])
-        self._replays += 1
-        before = own_states() if self._replays == 2 else None
+        self.replays += 1
+        before = own_states() if _is_compared(self.replays) else None
         made = _Replay.apply(self, self.engine.anchor)
         if before is not None and not self._agrees(made, before, pytree.tree_unflatten(leaves, structure)):
             set_own_states(before)
@@ -279,10 +326,14 @@ def _memory_of(value: Tensor) -> Tensor:
     )
 
 
+def _is_compared(number: int) -> bool:
+    return number % _COMPARED == 0 or (number > 1 and number & (number - 1) == 0 and number < _COMPARED)
+
+
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device, value.requires_grad
-    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+    return (type(value), value) if isinstance(value, PLAIN) else id(value)
 
 
 def _recordable(leaves: list[Any], device: torch.device) -> bool:
@@ -290,7 +341,7 @@ def _recordable(leaves: list[Any], device: torch.device) -> bool:
     tensors = [value for value in leaves if isinstance(value, Tensor)]
     others = [value for value in leaves if not isinstance(value, Tensor)]
     lie_here = all(value.device == device and not value.requires_grad for value in tensors)
-    return lie_here and all(isinstance(value, _PLAIN) for value in others)
+    return lie_here and all(isinstance(value, PLAIN) for value in others)
 
 
 @contextmanager
@@ -331,7 +382,6 @@ def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
     random, collects = torch.cuda.get_rng_state(engine.device), gc.isenabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
-    before = sparing.set(True)
     engine.given = {value.untyped_storage().data_ptr() for value in inputs}
     # While an output of an earlier pass is held, so is autograd's node of the anchor, which belongs to another stream.
     engine.anchor = torch.zeros_like(anchor, requires_grad=True)
@@ -350,7 +400,6 @@ def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
         if collects:
             gc.enable()
         torch._C._cuda_clearCublasWorkspaces()  # the pool's, before anything else counts on them
-        sparing.reset(before)
         torch.set_autocast_cache_enabled(cached)
         engine.take_finished()
         engine.given, engine.anchor = given, anchor

@@ -26,6 +26,7 @@ from quell.errors import QuellError
 from quell.noise.stream import uncompiled
 from quell.torch.clip_norms import Bounds, ClipNorm, Measured
 from quell.torch.distributed import sum_over_ranks
+from quell.torch.engine.attributes import Attributes
 from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.check import FirstBatch, Pass
@@ -43,6 +44,7 @@ from quell.torch.transfer import Awaited
 
 if TYPE_CHECKING:
     from quell.torch.engine.graphs import Recording
+    from quell.torch.engine.unasked import Pace
 
 Found = dict[str, list[Piece]]  # by the parameter's name
 _MODEL = ("the model", ())  # the layer that stands for the model itself, and its way of being called
@@ -81,6 +83,8 @@ class LayerEngine(Engine):
         self.way = 0  # the number of the way in which the model is being called
         self._ways: dict[Any, int] = {}
         self._known: set[Any] = set()  # ways of calling layers that were compared
+        self.attributes = Attributes(model)
+        self.pace: Pace | None = None  # which somebody wants to know
         self._check = FirstBatch(self)
         self._compared = self.sharded  # whether a first batch was: ranks would have to compare sharded ones together
         self._current: Pass | None = None  # that is under way
@@ -122,6 +126,9 @@ class LayerEngine(Engine):
                 self._ways[kind] = self.way
             self._current = Pass((args, kwargs), self.rows, own_states() if self._is_due() else {})
             self.note(*_MODEL)
+            self.attributes.look()
+            for name, kind in self.attributes.ways():
+                self.note(name, kind)
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
         if model is self.model and self.running:
@@ -131,6 +138,8 @@ class LayerEngine(Engine):
 
     def _end_pass(self, outputs: Any) -> None:
         done, self._current = self._current, None
+        if done is not None:
+            self.attributes.look(by_model=True)
         if done is not None and (done.ways or self._is_due()):
             done.watch(outputs, self.device.type, lambda arrived: self._to_look.append(arrived))
 
@@ -247,12 +256,13 @@ class LayerEngine(Engine):
     # Replays of CUDA graphs
 
     def trains(self) -> bool:
-        """Whether a forward pass that comes now is the loop's own, for training, and called in a way that was compared.
+        """Whether the forward pass that begins is the loop's own, for training, and called in a way that was compared.
 
         A recording shows nothing of the layers that it calls.
         """
-        name, way = _MODEL
-        is_new = not self.sharded and (name, self.way, way) not in self._known
+        is_new = (
+            self._current is None or bool(self._current.ways) or (_MODEL[0], self.way, _MODEL[1]) not in self._known
+        )
         looking = self.idle or is_new or self._is_due() or torch._C._current_graph_task_id() >= 0
         return torch.is_grad_enabled() and not looking
 
@@ -285,8 +295,9 @@ class LayerEngine(Engine):
         with torch.no_grad(), full_precision():
             if finished:
                 self._look()
-            for found in finished:
-                self._clip(found)
+            with self.pace.measured() if finished and self.pace is not None else nullcontext():
+                for found in finished:
+                    self._clip(found)
         for recording in replayed:
             examples = self.present(recording.units)
             recording.clip(examples)

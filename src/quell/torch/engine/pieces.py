@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,13 +20,11 @@ from torch.nn import functional
 from quell.torch.engine import bounds, kernels
 from quell.torch.engine.bounds import IN_A_ROW, Allowance, gram_norms, row_norms, token_norms, wide
 
-# Numbers of per-unit gradients or unfolded images in a chunk: on a GPU no more than the layer has, but enough to be
-# worth a launch; on a CPU what stays in its cache.
-_MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 9 << 22
+# Numbers of per-unit gradients or unfolded images in a chunk: on a GPU a quarter of what the layer has, because CUDA
+# graphs hold them between steps, but enough to be worth a launch; on a CPU what stays in its cache. Recorded passes
+# have the chunks of others: they decide how sums round, and a step that comes again must be the same bit for bit.
+_MOST_NUMBERS, _FEW_NUMBERS = 1 << 26, 1 << 24
 _IN_CACHE = 1 << 19
-# In a CUDA graph launches cost little, and its memory is held between steps: a quarter of what the layer has.
-_FEW_RECORDED = 1 << 24
-sparing: ContextVar[bool] = ContextVar("sparing", default=False)  # while a graph is recorded, or prepared
 
 _FEW_SUMS = 1 << 22  # numbers of sums over a few units each that may be held at once
 _WORTH_MEMORY = 1.25  # so much more a GPU may keep, because adding up ready gradients is far faster there
@@ -221,8 +218,7 @@ def chunk_of(values: Tensor, numbers: int, held: int = 0) -> int:
     """How many units to work on at a time that need so many numbers each, in a layer that holds `held` of them."""
     if not values.is_cuda:
         return max(1, _IN_CACHE // numbers)
-    most = max(_FEW_RECORDED, held // 4) if sparing.get() else max(_FEW_NUMBERS, held)
-    return max(1, min(_MOST_NUMBERS, most) // numbers)
+    return max(1, min(_MOST_NUMBERS, max(_FEW_NUMBERS, held // 4)) // numbers)
 
 
 def _weighty(weights: Tensor, *values: Tensor) -> tuple[Tensor, ...]:

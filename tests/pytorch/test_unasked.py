@@ -1,0 +1,249 @@
+"""CUDA graphs by default: only where the GPU waits for Python, and nobody can tell but by the clock."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from contextlib import contextmanager
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from quell.torch.engine import graphs, unasked
+
+from .conftest import small_plan
+from .recorded import DEVICE, ByHand, start
+from .training import network, train
+
+PLENTY = 1 << 40
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Whether the GPU waits for it, what memory there is, and the replays."""
+
+    class Host:
+        slow, held, free = True, PLENTY, PLENTY
+        replays: ClassVar[list] = []
+        looks: ClassVar[list] = []  # at the memory, before a pass and after it
+
+    @contextmanager
+    def measured(self):
+        yield
+        self.waited = self.waited + 1 if Host.slow else 0
+
+    def memory(device):
+        Host.looks.append(device)
+        return (len(Host.looks) % 2 == 0) * Host.held, Host.free
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(graphs, "_DEVICE", "cpu")
+        monkeypatch.setattr(graphs, "Recording", ByHand)
+    monkeypatch.setattr(unasked.Pace, "measured", measured)
+    monkeypatch.setattr(unasked, "memory", memory)
+    run = graphs.Recording.run
+    monkeypatch.setattr(graphs.Recording, "run", lambda self, *given: (Host.replays.append(self), run(self, *given))[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", graphs.NotRecordedWarning)
+        yield Host
+
+
+def trained(model=None, loop=train, **options):
+    torch.manual_seed(0)
+    model, optimizer, loader = start(small_plan(), network() if model is None else model, **options)
+    loop(model, optimizer, loader)
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def test_by_default_where_the_gpu_waits(host):
+    by_default = trained()
+    assert len(host.replays) >= 3
+    used = len(host.replays)
+    torch.testing.assert_close(by_default, trained(cuda_graphs=False))
+    assert len(host.replays) == used
+
+
+def test_not_where_the_host_is_faster(host):
+    host.slow = False
+    trained()
+    assert not host.replays
+
+
+def test_the_gpu_must_wait_several_times_in_a_row(host):
+    model, optimizer, loader = start(small_plan(), network())
+    for step, (x, y) in enumerate(loader):
+        host.slow = step % 3 > 0
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert not host.replays
+
+
+class Doing(nn.Module):
+    """Does something beside its work."""
+
+    def __init__(self, what, outputs=lambda made: made):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.what, self.outputs, self.seen = network(), what, outputs, None
+
+    def forward(self, x):
+        self.what(self, x)
+        return self.outputs(self.layers(x))
+
+
+def keep(model, x):
+    model.seen = x
+
+
+@pytest.mark.parametrize(
+    "what",
+    [keep, lambda *_: random.random(), lambda *_: np.random.rand(), lambda *_: torch.rand(1)],
+    ids=["keeps", "python", "numpy", "torch"],
+)
+def test_a_model_of_which_python_does_more(host, what):
+    trained(Doing(what))
+    assert not host.replays
+    trained(Doing(what), cuda_graphs=True)
+    assert host.replays
+
+
+class Holder:
+    def __init__(self, made):
+        self.made = made
+
+
+def test_outputs_of_other_kinds(host):
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x)[0], y).backward()
+                optimizer.step()
+
+    trained(Doing(lambda *_: None, lambda made: (made, Holder(made))), loop)
+    assert not host.replays
+    host.looks.clear()
+    trained(Doing(lambda *_: None, lambda made: (made, made * 2)), loop)
+    assert host.replays
+
+
+@pytest.mark.parametrize(("held", "free"), [(2**10, PLENTY), (PLENTY, PLENTY - 1)])
+def test_only_where_there_is_memory(host, held, free):
+    """Outputs and sums would be a large part of what a pass holds; or less than a pass would stay free."""
+    host.held, host.free = held, free
+    trained()
+    assert not host.replays
+
+
+def test_hooks_inside_the_model_are_called_in_every_pass(host):
+    called, passes = [], []
+    model, optimizer, loader = start(small_plan(), network())
+    handle = None
+    for _ in range(2):
+        for x, y in loader:
+            if optimizer.run.step == 8:
+                handle = model[0].register_forward_hook(lambda *_: called.append(True))
+            if handle is not None and len(called) == 1:
+                handle.remove()
+            before = len(host.replays)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            passes.append(len(host.replays) > before)
+    assert called == [True]
+    assert passes[7:] == [True, False, True]
+
+
+def test_hooks_everywhere(host):
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        trained()
+    finally:
+        handle.remove()
+    assert not host.replays
+
+
+def test_a_frozen_batch_norm_has_a_hook_of_quells_own(host):
+    norm = nn.BatchNorm1d(8).requires_grad_(False).eval()
+    trained(nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3)))
+    assert host.replays
+
+
+def test_several_passes_in_a_step_say_nothing(host):
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x) + model(x * 2), y).backward()
+                optimizer.step()
+
+    trained(loop=loop)
+    assert not host.replays
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+def test_compiled_models_run_as_compiled(host):
+    trained(torch.compile(network(), backend="eager"))
+
+    def loop(model, optimizer, loader):
+        train(torch.compile(model, backend="eager"), optimizer, loader)
+
+    trained(loop=loop)
+    assert not host.replays
+
+
+def test_what_cannot_be_recorded_says_nothing(host, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs.Recording, "__init__", fail)
+    trained()
+    assert not host.replays
+
+
+class Event:
+    def __init__(self, done):
+        self.done, self.record = done, lambda: None
+
+    def query(self):
+        return self.done
+
+
+def test_the_gpu_has_waited_if_it_is_done_when_the_clipping_is_sent(monkeypatch):
+    pace = unasked.Pace()
+    for done, waited, slow in [
+        (True, 1, False),
+        (True, 2, False),
+        (True, 3, True),
+        (False, 0, False),
+        (True, 1, False),
+    ]:
+        monkeypatch.setattr(torch.cuda, "Event", lambda done=done: Event(done))
+        with pace.measured():
+            pass
+        assert (pace.waited, pace.is_slow) == (waited, slow)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("size", [8, 8192])
+def test_a_gpu_that_waits_and_one_that_does_not(size):
+    model = nn.Sequential(*(nn.Linear(size, size) for _ in range(6)), nn.Linear(size, 3)).cuda()
+    data = torch.utils.data.TensorDataset(torch.randn(40, 64, size), torch.randint(3, (40,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+
+    def per_example(made, y):
+        return nn.functional.cross_entropy(made.mean(1), y)
+
+    model, optimizer, loader = start(small_plan(), model, data)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            per_example(model(x), y).backward()
+            optimizer.step()
+            found.append(optimizer._engine.pace.waited)
+    assert (max(found[3:]) >= 3) == (size == 8)
