@@ -9,11 +9,12 @@ the models that they can do and that leave room for gradients per example. A ste
 to the new weights. Contenders take turns in a shuffled order, round after round, so that a busy machine slows them
 alike; medians are compared.
 
-On a GPU both loops also run with CUDA graphs: the private one by `make_private(..., cuda_graphs=True)`, the other by
-`torch.cuda.make_graphed_callables`. A turn there is five steps in a row, as in training, and takes what the clock says.
-On a CPU a turn is one step and takes what the process was given, by default with one thread: on an idle machine that is
-the same, and on a shared one it leaves out the waiting. "Loading" is the share of a step that passes before its batch
-is there; on a GPU, where a batch is indexed while the host goes on, it is what the host spends on it.
+By default `make_private` records CUDA graphs where a GPU waits for Python; it also runs with `cuda_graphs=True` and
+`False`, and the other loop with `torch.cuda.make_graphed_callables`. A turn on a GPU is five steps in a row, as in
+training, and takes what the clock says. On a CPU a turn is one step and takes what the process was given, by default
+with one thread: on an idle machine that is the same, and on a shared one it leaves out the waiting. "Loading" is the
+share of a step that passes before its batch is there; on a GPU, where a batch is indexed while the host goes on, it is
+what the host spends on it.
 
 Memory is the peak with model, optimizer and data. On a GPU it is torch's count, with cuBLAS's workspaces and what CUDA
 graphs hold for their replays, of the first steps, where make_private probes model and loss, and of later ones. On a CPU
@@ -54,10 +55,11 @@ except ImportError:
     GradSampleModule = None
 
 STEPS_PER_EPOCH, EPOCHS = 4, 250
-WARM_UP = 7  # make_private looks more closely at the first three batches, and records CUDA graphs after two more
+WARM_UP = 12  # make_private looks more closely at the first batches, and decides then whether to record CUDA graphs
 IN_A_ROW = {"cuda": 5, "cpu": 1}  # steps of a turn
 PLAIN, PLAIN_GRAPHS = "not private", "not private, CUDA graphs"
-QUELL, QUELL_GRAPHS = "Quell", "Quell, CUDA graphs"
+QUELL, QUELL_GRAPHS, QUELL_NO_GRAPHS = "Quell", "Quell, cuda_graphs=True", "Quell, cuda_graphs=False"
+ASKED = {QUELL: None, QUELL_GRAPHS: True, QUELL_NO_GRAPHS: False}
 HOOKS, GHOST = "Opacus hooks", "Opacus ghost"
 OPACUS = {  # who takes part with which models
     "convnet": (HOOKS, GHOST),
@@ -128,7 +130,7 @@ def contender(task: Task, name: str) -> Step:
         return opacus_loop(task, model, ghost=name == GHOST)
     data = task.data(task.batch * STEPS_PER_EPOCH)
     model, optimizer, loader = quell.torch.make_private(
-        model, sgd(model), data, plan_of(task.batch), cuda_graphs=name == QUELL_GRAPHS
+        model, sgd(model), data, plan_of(task.batch), cuda_graphs=ASKED[name]
     )
     return loop(task, model, optimizer, endless(loader), bf16(task))
 
@@ -153,7 +155,7 @@ def opacus_loop(task: Task, model: nn.Module, ghost: bool) -> Step:
 def names_of(task: Task) -> list[str]:
     """The contenders; the first is what the others are compared with."""
     peers = OPACUS.get(task.name, ()) if GradSampleModule is not None else ()
-    return [PLAIN, *([PLAIN_GRAPHS, QUELL, QUELL_GRAPHS] if task.device == "cuda" else [QUELL]), *peers]
+    return [PLAIN, *([PLAIN_GRAPHS, *ASKED] if task.device == "cuda" else [QUELL]), *peers]
 
 
 @cache
@@ -297,7 +299,7 @@ def rows(task: Task, times: list[tuple[float, float]], peaks: list[Peaks]) -> It
     title += f", {task.batch} × {' × '.join(map(str, task.shape))}"
     goals = [f"≤ {goal:g}" for goal in GOALS[task.name]] if task.device == "cuda" and task.name in GOALS else ["", ""]
     for name, (value, loading), peak in zip(names_of(task), times, peaks, strict=True):
-        goal = goals if name.startswith(QUELL) else ["", ""]
+        goal = goals if name == QUELL else ["", ""]
         yield (
             f"| {title} | {name} | {1e3 * value:.1f} | {value / times[0][0]:.2f} | {goal[0]} | {100 * loading:.1f}% | "
             f"{peak[0] / 2**30:.3f} | {peak[0] / peaks[0][0]:.2f} | {goal[1]} | {peak[1] / peaks[0][1]:.2f} |"

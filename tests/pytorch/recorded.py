@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch.utils.data import TensorDataset
 
@@ -26,6 +28,9 @@ class ByHand(graphs.Recording):
         self._outputs = [v.detach() for v in made]
         self._places, self._has_gradient = list(range(len(made))), [v.requires_grad for v in made]
         self._gradients = [torch.zeros_like(v) for v in self._outputs]
+
+    def _in_own_memory(self):
+        return nullcontext()
 
     def _run(self):
         with torch.enable_grad(), torch.random.fork_rng([]):
@@ -56,4 +61,4 @@ def start(plan, model=None, data=None, bound=0.3, **options):
     data = TensorDataset(*(tensor.to(DEVICE) for tensor in (data or examples()).tensors))
     model = (network() if model is None else model).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return make_private(model, optimizer, data, plan, bound, key=seeded(3), **options)
+    return make_private(model, optimizer, data, plan, bound, **{"key": seeded(3), **options})

@@ -84,9 +84,10 @@ class GraphedForward(StandIn):
         engine = self.engine
         if engine is None or torch.compiler.is_compiling():
             return self.before(*args, **kwargs)
-        if not engine.trains() or self.busy() or (self._pace and has_hooks(self._modules[1:])):
-            if self._pace:
-                self._pace.waited = 0  # such passes take Python longer than others
+        usual = engine.trains() and not self.busy() and not (self._pace and has_hooks(self._modules[1:]))
+        if self._pace is not None:
+            self._pace.counts = usual
+        if not usual:
             return self.before(*args, **kwargs)
         again, self._last = self._last == engine.collected, engine.collected
         if again and not self._recordings:
@@ -207,9 +208,11 @@ class Recording:
         """The outputs for these inputs; None where a replay's are not those of the model."""
         torch._foreach_copy_(self._tensors, [value for value in leaves if isinstance(value, Tensor)])
         self.replays += 1
-        before = own_states() if _is_compared(self.replays) else None
+        compared = _is_compared(self.replays)
+        before = own_states() if compared else {}
+        usual = self._as_usual(*pytree.tree_unflatten(leaves, structure)) if compared else []
         made = _Replay.apply(self, self.engine.anchor)
-        if before is not None and not self._agrees(made, before, pytree.tree_unflatten(leaves, structure)):
+        if compared and not all(map(_agree, made, usual)):
             set_own_states(before)
             return None
         self.engine.open = self
@@ -218,15 +221,24 @@ class Recording:
             outputs[place] = value
         return pytree.tree_unflatten(outputs, self._structure)
 
-    def _agrees(self, made: Sequence[Tensor], before: Any, given: tuple[Any, Any]) -> bool:
-        """Are these the outputs that the model makes of these inputs, with equal random numbers?"""
-        with torch.no_grad(), kept_states(before):
-            usual = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*given[0], **given[1])))
-        real = [value for value in usual if isinstance(value, Tensor)]
-        return not any(
-            a.is_floating_point() and bool(differ(a.detach(), b, _APART[a.element_size() < 4]).any())
-            for a, b in zip(made, real, strict=True)
-        )
+    def _as_usual(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """What the model makes of these arguments without a replay, with the random numbers that a replay will draw."""
+        with torch.no_grad(), kept_states(), self._in_own_memory():
+            made = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*args, **kwargs)))
+            found = [value for value in made if isinstance(value, Tensor)]
+        return [value.clone() for value in found]
+
+    @contextmanager
+    def _in_own_memory(self) -> Iterator[None]:
+        """New tensors lie in the recording's memory, which the next replay overwrites."""
+        device = torch.cuda.current_device()
+        with _without_copies(), _growing_segments(), _beside(self._stream):  # as what it has
+            torch._C._cuda_beginAllocateCurrentThreadToPool(device, self._pool)
+            try:
+                yield
+            finally:
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+                torch._C._cuda_releasePool(device, self._pool)
 
     def replay_forward(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Copies of the outputs, and those of them that have no gradient."""
@@ -326,6 +338,10 @@ def _memory_of(value: Tensor) -> Tensor:
     )
 
 
+def _agree(a: Tensor, b: Tensor) -> bool:
+    return not a.is_floating_point() or not bool(differ(a.detach(), b, _APART[a.element_size() < 4]).any())
+
+
 def _is_compared(number: int) -> bool:
     return number % _COMPARED == 0 or (number > 1 and number & (number - 1) == 0 and number < _COMPARED)
 
@@ -355,6 +371,20 @@ def _beside(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 @contextmanager
+def _without_copies() -> Iterator[None]:
+    """Nothing is made that outlives the work inside: autocast's copies of weights, and workspaces of cuBLAS."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()  # before anything else counts on them
+        torch.set_autocast_cache_enabled(cached)
+
+
+@contextmanager
 def _growing_segments() -> Iterator[None]:
     """Let torch's allocator grow its segments meanwhile, where it can.
 
@@ -377,18 +407,16 @@ def _growing_segments() -> Iterator[None]:
 
 @contextmanager
 def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
-    """Random numbers stay as they were, autocast keeps no copies of weights, and a failure leaves nothing behind."""
-    cached, given, anchor = torch.is_autocast_cache_enabled(), engine.given, engine.anchor
+    """Random numbers stay as they were, and a failure leaves nothing behind."""
+    given, anchor = engine.given, engine.anchor
     random, collects = torch.cuda.get_rng_state(engine.device), gc.isenabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
     engine.given = {value.untyped_storage().data_ptr() for value in inputs}
     # While an output of an earlier pass is held, so is autograd's node of the anchor, which belongs to another stream.
     engine.anchor = torch.zeros_like(anchor, requires_grad=True)
     gc.collect()
     gc.disable()  # an old graph that is collected during a recording spoils it
     try:
-        with torch.random.fork_rng([engine.device]):
+        with torch.random.fork_rng([engine.device]), _without_copies():
             yield
     except BaseException:
         # The generator still waits for the recording's end: it gets another state, with the same numbers.
@@ -399,7 +427,5 @@ def _alone(engine: LayerEngine, inputs: list[Tensor]) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-        torch._C._cuda_clearCublasWorkspaces()  # the pool's, before anything else counts on them
-        torch.set_autocast_cache_enabled(cached)
         engine.take_finished()
         engine.given, engine.anchor = given, anchor
