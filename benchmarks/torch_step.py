@@ -16,6 +16,8 @@ with one thread: on an idle machine that is the same, and on a shared one it lea
 share of a step that passes before its batch is there; on a GPU, where a batch is indexed while the host goes on, it is
 what the host spends on it.
 
+On a GPU the ConvNet also trains for ten epochs of as many images as CIFAR-10 has, from `make_private` to the last step.
+
 Memory is the peak with model, optimizer and data. On a GPU it is torch's count, with cuBLAS's workspaces and what CUDA
 graphs hold for their replays, of the first steps, where make_private probes model and loss, and of later ones. On a CPU
 it is the resident size over the first steps, each contender in a process of its own whose allocator keeps nothing.
@@ -42,6 +44,7 @@ import torch
 from models import LORA, Task, task_of
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import quell.torch
 from quell.planning import Plan, Prices
@@ -55,7 +58,8 @@ except ImportError:
     GradSampleModule = None
 
 STEPS_PER_EPOCH, EPOCHS = 4, 250
-WARM_UP = 12  # make_private looks more closely at the first batches, and decides then whether to record CUDA graphs
+WHOLE_RUN = {"convnet": (98, 10)}  # steps per epoch, and epochs
+WARM_UP = 16  # make_private looks more closely at the first batches, and decides then whether to record CUDA graphs
 IN_A_ROW = {"cuda": 5, "cpu": 1}  # steps of a turn
 PLAIN, PLAIN_GRAPHS = "not private", "not private, CUDA graphs"
 QUELL, QUELL_GRAPHS, QUELL_NO_GRAPHS = "Quell", "Quell, cuda_graphs=True", "Quell, cuda_graphs=False"
@@ -118,20 +122,18 @@ def loop(task: Task, model: Any, optimizer: Any, batches: Batches, bf16: bool, c
     return Step(batches, take, clock(task))
 
 
-def contender(task: Task, name: str) -> Step:
-    model = task.model()
+def contender(task: Task, name: str, steps_per_epoch: int = STEPS_PER_EPOCH, epochs: int = EPOCHS) -> Step:
+    model, data = task.model(), task.data(task.batch * steps_per_epoch)
     if name in (PLAIN, PLAIN_GRAPHS):
         optimizer = sgd(model)
         if name == PLAIN_GRAPHS:
             with torch.autocast(task.device, torch.bfloat16, cache_enabled=False):
                 model = torch.cuda.make_graphed_callables(model, (task.data(task.batch).tensors[0],))
-        return loop(task, model, optimizer, shuffled(task), bf16(task))
+        return loop(task, model, optimizer, shuffled(task, data), bf16(task))
     if name in (HOOKS, GHOST):
-        return opacus_loop(task, model, ghost=name == GHOST)
-    data = task.data(task.batch * STEPS_PER_EPOCH)
-    model, optimizer, loader = quell.torch.make_private(
-        model, sgd(model), data, plan_of(task.batch), cuda_graphs=ASKED[name]
-    )
+        return opacus_loop(task, model, data, ghost=name == GHOST)
+    plan = plan_of(task.batch, steps_per_epoch, epochs)
+    model, optimizer, loader = quell.torch.make_private(model, sgd(model), data, plan, cuda_graphs=ASKED[name])
     return loop(task, model, optimizer, endless(loader), bf16(task))
 
 
@@ -139,7 +141,7 @@ def bf16(task: Task) -> bool:
     return task.device == "cuda"
 
 
-def opacus_loop(task: Task, model: nn.Module, ghost: bool) -> Step:
+def opacus_loop(task: Task, model: nn.Module, data: TensorDataset, ghost: bool) -> Step:
     common: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": task.batch}
     criterion: Any = None
     if ghost:
@@ -149,7 +151,7 @@ def opacus_loop(task: Task, model: nn.Module, ghost: bool) -> Step:
     else:
         wrapped = GradSampleModule(model)
         optimizer = DPOptimizer(sgd(wrapped), **common)
-    return loop(task, wrapped, optimizer, shuffled(task), bf16(task), criterion)
+    return loop(task, wrapped, optimizer, shuffled(task, data), bf16(task), criterion)
 
 
 def names_of(task: Task) -> list[str]:
@@ -159,10 +161,10 @@ def names_of(task: Task) -> list[str]:
 
 
 @cache
-def plan_of(batch: int) -> Plan:
+def plan_of(batch: int, steps_per_epoch: int = STEPS_PER_EPOCH, epochs: int = EPOCHS) -> Plan:
     # Cyclic batches of data that they divide all have the same size, which is what the other loops are given.
     promised = {"epsilon": 8.0, "delta": 1e-5, "momentum": 0.9, "sampling": "cyclic"}
-    run = Run.from_data(examples=batch * STEPS_PER_EPOCH, batch_size=batch, epochs=EPOCHS, **promised)
+    run = Run.from_data(examples=batch * steps_per_epoch, batch_size=batch, epochs=epochs, **promised)
     return Plan(run, (Prices(run).price("lambda_cgd", **{"lambda": 0.9}),), 0)
 
 
@@ -178,8 +180,8 @@ def endless(loader: Any) -> Batches:
         yield from loader
 
 
-def shuffled(task: Task) -> Batches:
-    x, y = task.data(task.batch * STEPS_PER_EPOCH).tensors
+def shuffled(task: Task, data: TensorDataset) -> Batches:
+    x, y = data.tensors
     while True:
         for chosen in torch.randperm(len(x), device=x.device).split(task.batch):
             yield x[chosen], y[chosen]
@@ -239,6 +241,22 @@ def held_for_replays() -> int:
     """Bytes in the pools of CUDA graphs that no tensor has, but replays use."""
     own = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
     return sum(part["total_size"] - part["allocated_size"] for part in own)
+
+
+def whole_run(task: Task, steps_per_epoch: int, epochs: int) -> str:
+    """How long training takes from the first line to the last step, in a sentence."""
+    found = {}
+    plan_of(task.batch, steps_per_epoch, epochs)  # which users make once
+    for name in (PLAIN, QUELL):
+        start = now(task)
+        step = contender(task, name, steps_per_epoch, epochs)
+        for _ in range(steps_per_epoch * epochs):
+            step()
+        found[name] = now(task) - start
+    return (
+        f"{task.name}, {epochs} epochs of {steps_per_epoch} steps: {found[QUELL]:.1f} s, {found[PLAIN]:.1f} s without "
+        f"privacy, {found[QUELL] / found[PLAIN]:.2f} times."
+    )
 
 
 def in_own_process(task: Task, name: str) -> float:
@@ -341,12 +359,16 @@ def main() -> None:
     tasks = [task_of(name, options.device, options.batch, options.tiny) for name in names]
     lines = heading(options)
     print("\n".join(lines), flush=True)
+    runs = []
     for task, times, peaks in measured(tasks, options.rounds, options.threads):
         found = list(rows(task, times, peaks))
         print("\n".join(found), flush=True)
         lines += found
+        if options.device == "cuda" and task.name in WHOLE_RUN:
+            runs += ["", whole_run(task, *WHOLE_RUN[task.name])]
+            print(runs[-1], flush=True)
         if options.markdown is not None:
-            options.markdown.write_text("\n".join([*lines, ""]))
+            options.markdown.write_text("\n".join([*lines, *runs, ""]))
 
 
 if __name__ == "__main__":

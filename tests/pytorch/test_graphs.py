@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from quell import QuellError
 from quell.torch.engine import graphs
 
 from .conftest import small_plan, unpriced_poisson_plan
-from .recorded import DEVICE, ByHand, start
+from .recorded import DEVICE, OnTape, start
 from .training import examples, network, train, without_noise
 
 
@@ -29,7 +30,7 @@ def replays(monkeypatch):
     made = []
     if DEVICE == "cpu":
         monkeypatch.setattr(graphs, "_DEVICE", "cpu")
-        monkeypatch.setattr(graphs, "Recording", ByHand)
+        monkeypatch.setattr(graphs, "Recording", OnTape)
     run = graphs.Recording.run
     monkeypatch.setattr(graphs.Recording, "run", lambda self, *given: (made.append(self), run(self, *given))[1])
     return made
@@ -99,7 +100,7 @@ def test_a_second_pass_after_recording_is_refused(replays):
     for loss in losses:
         loss.backward()
     assert len(replays) == 1
-    with pytest.raises(QuellError, match="clipped as one: leave cuda_graphs out"):
+    with pytest.raises(QuellError, match="clipped as one: pass cuda_graphs=False"):
         optimizer.step()
 
 
@@ -232,7 +233,7 @@ def test_what_cannot_be_recorded_runs_as_usual(replays, monkeypatch):
         def fail(*_):
             raise RuntimeError("operation not permitted when stream is capturing")
 
-        monkeypatch.setattr(ByHand, "__init__", fail)
+        monkeypatch.setattr(OnTape, "__init__", fail)
     with pytest.warns(graphs.NotRecordedWarning, match="run as usual"):
         same(both(small_plan(), make=made))
     assert not replays
@@ -267,28 +268,8 @@ class Told(nn.Module):
         return self.layers(x + TOLD["now"])
 
 
-def remembering(monkeypatch):
-    """The stand-in remembers what it was told, as a graph does."""
-    if DEVICE != "cpu":
-        return
-    make, again = ByHand.__init__, ByHand.replay_forward
-
-    def remember(self, *given):
-        self.told = TOLD["now"]
-        make(self, *given)
-
-    def recall(self):
-        now, TOLD["now"] = TOLD["now"], self.told
-        made = again(self)
-        TOLD["now"] = now
-        return made
-
-    monkeypatch.setattr(ByHand, "__init__", remember)
-    monkeypatch.setattr(ByHand, "replay_forward", recall)
-
-
 @pytest.mark.parametrize(("first", "used"), [(0, 2), (7, 4)])
-def test_a_model_that_reads_more_than_its_arguments_is_not_replayed(replays, monkeypatch, first, used):
+def test_a_model_that_reads_more_than_its_arguments_is_not_replayed(replays, first, used):
     def loop(model, optimizer, loader):
         for _ in range(2):
             for x, y in loader:
@@ -297,7 +278,6 @@ def test_a_model_that_reads_more_than_its_arguments_is_not_replayed(replays, mon
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
 
-    remembering(monkeypatch)
     with pytest.warns(graphs.NotRecordedWarning, match="differs from a pass that runs as usual"):
         found = both(small_plan(), loop, make=Told)
     assert len(replays) == used
@@ -333,6 +313,69 @@ def in_phases(of_step, steps=10):
 def test_an_attribute_that_is_set_drops_recordings(replays):
     same(both(small_plan(), in_phases(lambda step: 1.0 if step < 7 else 2.0), make=Phases))
     assert 2 <= len(replays) < 5
+
+
+def test_what_the_model_sets_itself_is_not_the_loops(replays):
+    """Also not in an evaluation."""
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                with torch.no_grad():
+                    model(x)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    same(both(small_plan(), loop, make=Phases))
+    assert len(replays) >= 3
+    assert len(set(map(id, replays))) == 1
+
+
+def test_a_part_that_takes_the_place_of_another_drops_recordings(replays):
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                if optimizer.run.step == 7:
+                    model[1] = nn.ReLU()
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    same(both(small_plan(), loop))
+    assert len(replays) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "read", "write"),
+    [
+        ({"scale": 1.0}, lambda held: held["scale"], lambda held: held.update(scale=2.0)),
+        (SimpleNamespace(scale=1.0), lambda held: held.scale, lambda held: setattr(held, "scale", 2.0)),
+        ([1.0], lambda held: held[0], lambda held: held.__setitem__(0, 2.0)),
+    ],
+    ids=["mapping", "object", "list"],
+)
+def test_contents_of_an_attribute_drop_recordings(replays, config, read, write):
+    class Configured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers, self.config = network(), copy.deepcopy(config)
+
+        def forward(self, x):
+            return self.layers(x) * read(self.config)
+
+    def loop(model, optimizer, loader):
+        for _ in range(2):
+            for x, y in loader:
+                if optimizer.run.step == 7:
+                    write(model.config)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    same(both(small_plan(), loop, make=Configured))
+    assert [recording.replays for recording in dict.fromkeys(replays)] == [2, 1]
 
 
 def test_an_attribute_that_is_set_at_every_step_ends_it(replays):
@@ -431,8 +474,6 @@ def test_outputs_of_any_shape(replays):
                 nn.functional.cross_entropy(made["logits"], y).backward()
                 optimizer.step()
 
-    if DEVICE == "cpu":
-        pytest.skip("the stand-in has tensors for outputs")
     same(both(small_plan(), loop, make=Dictionary))
     assert replays
 
@@ -543,7 +584,7 @@ def test_a_way_of_calling_the_model_is_compared_before_it_is_recorded(replays):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    assert not any(len(recording.args) == 2 for recording in replays if isinstance(recording, ByHand))
+    assert not any(len(recording.args) == 2 for recording in replays if isinstance(recording, OnTape))
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x, True), y).backward()
     with pytest.raises(QuellError, match="by autograd"):

@@ -6,6 +6,7 @@ rightly.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 
 import pytest
@@ -497,7 +498,7 @@ def test_ways_without_end_are_not_all_looked_at(monkeypatch):
         one_step(model, engine, batch()[0], list(range(count)))
     assert len(looks) <= 6
     assert len(engine._ways) == 3
-    assert len(engine._known) <= 8
+    assert len(engine._known - engine._settings) <= 8
 
 
 @pytest.mark.parametrize("rows", [1, BATCH])
@@ -556,5 +557,92 @@ def test_a_layer_that_the_loop_puts_into_another_phase_and_back(monkeypatch):
     for phase in (1, 1, 3, 3, 1, 3, 1, 4, 5, 6, 7, 8, 9, 10):
         model.phased.phase = phase
         one_step(model, engine, batch()[0])
-    # The first; what it kept; 3; 1 again; 4 and 5: an attribute with more values counts something
-    assert len(compared) == 6
+    assert len(compared) == 2 + 9  # the first; what it keeps; each new value, also the one it began with
+
+
+def test_a_model_that_counts_is_compared_less_and_less(monkeypatch):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.passes = nn.Linear(4, 3), 0
+
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                self.passes += 1
+            return self.head(x)
+
+    compared = []
+    compare = FirstBatch.compare
+    monkeypatch.setattr(FirstBatch, "compare", lambda self, done: (compared.append(done), compare(self, done))[1])
+    model = Counts()
+    engine = engine_of(model)
+    for _ in range(64):
+        one_step(model, engine, batch()[0])
+    assert 4 <= len(compared) <= 10
+
+
+def test_a_part_that_takes_the_place_of_another():
+    class Rolls(nn.Module):
+        def forward(self, h):
+            return h.roll(1, 0)
+
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3), nn.Identity())
+    engine = engine_of(model)
+    for _ in range(3):
+        one_step(model, engine, batch()[0])
+    model[1] = Rolls()
+    model[3] = Rolls()
+    with pytest.raises(QuellError, match="by autograd"):
+        one_step(model, engine, batch()[0])
+
+
+def test_attributes_that_a_model_sets_do_not_use_up_what_is_looked_at():
+    class Keeps(nn.Module):
+        def forward(self, h):
+            self.last = h
+            return h
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.keep, self.head = nn.Sequential(*(Keeps() for _ in range(250))), nn.Linear(4, 3)
+
+        def forward(self, x, mix=False):
+            h = self.keep(x)
+            return self.head(h.roll(1, 0)).roll(-1, 0) if mix else self.head(h)
+
+    model = Mixing()
+    engine = engine_of(model)
+    for _ in range(3):
+        one_step(model, engine, batch()[0])
+    functional.cross_entropy(model(batch()[0], mix=True), torch.arange(BATCH) % 3, reduction="sum").backward()
+    with pytest.raises(QuellError, match="by autograd"):
+        engine.collect()
+
+
+def test_what_a_model_keeps_is_not_kept_for_longer():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.last = nn.Linear(4, 3), None
+
+        def forward(self, x):
+            self.last = self.head(x)
+            return self.last
+
+    model = Keeps()
+    engine = engine_of(model)
+    for _ in range(3):
+        one_step(model, engine, batch()[0])
+    held = weakref.ref(model.last)
+    model.last = None
+    assert held() is None
+
+
+def test_a_private_model_says_what_it_takes():
+    """transformers reads the names of arguments there, to drop columns and to prepare inputs."""
+    model = Labelled()
+    before = inspect.signature(model.forward)
+    engine_of(model)
+    assert inspect.signature(model.forward) == before
+    assert list(inspect.signature(model.head.forward).parameters) == ["input"]

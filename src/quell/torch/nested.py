@@ -46,9 +46,9 @@ def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return list(value), (lambda parts: kind(*parts)) if hasattr(value, "_fields") else kind
     if is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, each.name) for each in fields(value)], partial(_dataclass_like, value)
-    parts, structure = pytree.tree_flatten(value)  # of types that others have registered
-    if len(parts) == 1 and parts[0] is value:
+    if type(value) not in pytree.SUPPORTED_NODES:  # of types that others have registered
         return None
+    parts, structure = pytree.tree_flatten(value)
     return parts, partial(pytree.tree_unflatten, treespec=structure)
 
 

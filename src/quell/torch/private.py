@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from quell.torch.loader import PlannedLoader
 from quell.torch.moments import CorrectedMoments, require_correctable
 from quell.torch.optimizer import PrivateOptimizer
 from quell.torch.probe import Probe
+from quell.torch.run import TrainingRun
 from quell.torch.sharding import any_sharded, is_sharded
 from quell.torch.start import NoiseOptions, started_run
 from quell.torch.watch import Watch
@@ -108,10 +109,10 @@ def make_private(
             gradients is clipped as one. Users with fewer rows bring some of them more than once.
         fixed_shape: Fill batches of random size up to one size with rows of zeros, which count for nobody. Default: on
             GPUs, for data in memory (`TensorDataset`, `StackDataset` of tensors or arrays, and a `Subset` of these).
-        cuda_graphs: Record the model's passes and the clipping after a few steps and replay them, for steps that Python
-            slows down. Needs batches of one shape. What Python decides in the model is decided once. Passes that cannot
-            be recorded run as usual, with a warning. Default: on one GPU, where it waits for Python and nothing but the
-            speed would change (docs/pytorch.md).
+        cuda_graphs: Record the model's passes and the clipping after some steps and replay them, for steps that Python
+            slows down. Default: on one GPU, where it waits for Python and only the speed would change. True: wherever
+            it is possible, with a warning where it is not; what Python decides in the model is decided once. False:
+            never. Needs batches of one shape (docs/pytorch.md).
         key: The noise key, or the path of a key file that only its owner can read; it is made if it does not exist.
             Default: a new key that is not kept.
         seed: Makes the run repeatable and voids its privacy: for tests.
@@ -223,12 +224,19 @@ def make_private(
         engine.present, engine.scales = run.present, scales
         engine.keeps_norms = run.watch is not None and run.watch.log.norms
         run.guard = probe = Probe(model, params, lambda: engine.inside)
-        unasked = cuda_graphs is None and run.world == 1 and not hasattr(model, "_orig_mod")  # of torch.compile
-        if isinstance(engine, LayerEngine) and (cuda_graphs or (unasked and are_recordable(params.values()))):
-            record_passes(engine, model, lambda: probe.watching, asked=not unasked)
+        if isinstance(engine, LayerEngine) and (
+            cuda_graphs or (cuda_graphs is None and _may_record(model, run, params))
+        ):
+            record_passes(engine, model, lambda: probe.watching, asked=bool(cuda_graphs))
         private = PrivateOptimizer(optimizer, run, engine, ema)
         if correct_moments:
             deviation = run.noise.scale / run.expected_batch_size
             CorrectedMoments(optimizer, run.mechanism.strategy, deviation, lambda: run.step)
     model._quell_private = True
     return model, private, loader
+
+
+def _may_record(model: nn.Module, run: TrainingRun, params: Mapping[str, nn.Parameter]) -> bool:
+    """Whether CUDA graphs may be recorded by default. With several processes they were never tried on several GPUs, and
+    torch.compile has graphs of its own."""
+    return run.world == 1 and not hasattr(model, "_orig_mod") and are_recordable(params.values())

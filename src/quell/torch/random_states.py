@@ -36,6 +36,13 @@ def _own_states() -> dict[str, Any]:
     }
 
 
+def host_states() -> tuple[Any, ...]:
+    """The states of this process's generators on the host, to be compared."""
+    numpy_state: Any = np.random.get_state()
+    _, words, *rest = numpy_state
+    return torch.get_rng_state().numpy().tobytes(), words.tobytes(), rest, random.getstate()
+
+
 def set_own_states(own: dict[str, Any]) -> None:
     torch.set_rng_state(own["torch"].cpu())
     for device, state in enumerate(own["cuda"][: torch.cuda.device_count()]):

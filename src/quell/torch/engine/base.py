@@ -7,6 +7,7 @@ An engine attaches itself to the model (which stays the user's own object), watc
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -142,6 +143,11 @@ class StandIn:
     """What an engine puts in the place of a module's method. A copy of the module has the method itself, of its own."""
 
     before: Callable[..., Any]  # the method
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The method's own: transformers reads there what a model takes."""
+        return inspect.signature(self.before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.before, memo)

@@ -10,7 +10,7 @@ gradients in a step is not recorded. What a replay hands out, outputs and clippe
 something else than its arguments would go on with what it read when it was recorded. So recordings are dropped where
 somebody sets an attribute of a module, and replays are compared with passes that run as usual: the 2nd, 4th, 8th, ...
 
-Passes are recorded because the user asked for it, or by default where that is harmless (`unasked.py`).
+Passes are recorded because the user asked for it, or by default where only the speed changes (`by_default.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.torch.coupling import differ
-from quell.torch.engine.attributes import PLAIN
+from quell.torch.coupling import differ, restored_buffers
+from quell.torch.engine.attributes import PLAIN, Contents
 from quell.torch.engine.base import StandIn, is_differentiable
 from quell.torch.engine.bounds import full_precision, norm_of
-from quell.torch.engine.unasked import Pace, Trial, has_hooks
+from quell.torch.engine.by_default import Pace, Trial, has_hooks
 from quell.torch.random_states import kept_states, own_states, set_own_states
 from quell.torch.sharding import is_sharded
 
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
 
 _USUAL = 2  # passes of one kind that run as usual before they are recorded
+_USUAL_BY_DEFAULT = 16  # so many show whether the loop sometimes does something else
 _REMEMBERED = 100  # kinds of passes that are counted
 _TRIES = 3  # after so many failed recordings of whatever kind there are no more
 _MOST = 2  # recordings that are kept, because each holds the memory of its passes
-_CHANGES = 3  # of attributes: if there are more of them, each before so many replays, nothing is recorded any more
+_UNUSED = 64  # steps after which a recording that nobody needed is dropped
+_CHANGES = 3  # of attributes, each before _WORTH replays, after which nothing is recorded any more
 _WORTH = 64
 _COMPARED = 1 << 10  # replays after which each so-many-th is compared, and before which those of powers of two
-
-
-_APART = {False: 1e-3, True: 5e-2}  # by which share of the largest number outputs may differ, also in half precision
+_APART, _APART_IN_HALF = 1e-3, 5e-2  # by which share of the largest number outputs may differ
 _DEVICE = "cuda"
 
 
@@ -70,84 +70,86 @@ class GraphedForward(StandIn):
 
     def __init__(self, engine: LayerEngine, model: nn.Module, busy: Callable[[], bool], asked: bool) -> None:
         self.engine: LayerEngine | None = engine  # None where nothing can be recorded
-        self.before, self.busy = model.forward, busy
-        self._last = -1  # when sums had been collected so many times, the last pass came
-        self._failures = self._changes = 0
-        self._changed = engine.attributes.changes  # how often attributes had been set, when there last were recordings
+        self.before, self.busy, self._asked = model.forward, busy, asked
+        self._last = -1  # `engine.collected` at the last pass; the same again is a second pass in the same step
+        self._failures = 0
         self._seen: Counter[Any] = Counter()
         self._recordings: dict[Any, Recording] = {}
+        self._changes = engine.attributes.changes  # when recordings were dropped last
+        self._dropped = 0  # how often they were, for nothing
         self._modules = list(model.modules())
-        self._pace = engine.pace = None if asked else Pace()
-        self._is_harmless = asked
+        self._trials: dict[Any, Trial] = {}  # by kind
+        engine.pace = None if asked else Pace()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine is None or torch.compiler.is_compiling():
+        if engine is None or torch.compiler.is_compiling() or not self._is_eligible(engine):
             return self.before(*args, **kwargs)
-        usual = engine.trains() and not self.busy() and not (self._pace and has_hooks(self._modules[1:]))
-        if self._pace is not None:
-            self._pace.counts = usual
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        kind = self._kind(engine, leaves, structure)
+        recording = self._recordings.get(kind)
+        if recording is None and self._is_due(engine, kind, leaves):
+            if not self._asked and kind not in self._trials:
+                return self._tried(engine, kind, leaves, args, kwargs)
+            recording = self._record(engine, kind, leaves, structure)
+        outputs = None if recording is None else self._replayed(engine, recording, leaves, structure)
+        return self.before(*args, **kwargs) if outputs is None else outputs
+
+    def _is_eligible(self, engine: LayerEngine) -> bool:
+        """Whether this is a training pass like others, and so far the only one of its step."""
+        usual, pace = engine.trains() and not self.busy(), engine.pace
+        if pace is not None:
+            usual = usual and not ((pace.gpu_waits or self._recordings) and has_hooks(self._modules[1:]))
+            pace.counts = usual
         if not usual:
-            return self.before(*args, **kwargs)
-        again, self._last = self._last == engine.collected, engine.collected
-        if again and not self._recordings:
+            return False
+        contents = any(recording.contents.changed() for recording in self._recordings.values())
+        if contents or self._changes != engine.attributes.changes:
+            self._begin_anew(engine)
+        is_second, self._last = self._last == engine.collected, engine.collected
+        if is_second and not self._recordings:
             self._give_up("there are several of them in a step")
-        elif not engine.gathers():
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            if self._is_time(engine, kind := self._kind(engine, leaves, structure), leaves):
-                if not self._is_harmless:
-                    return self._tried(engine, args, kwargs)
-                recording = self._recording(engine, kind, leaves, structure)
-                if recording is not None:
-                    if (outputs := recording.run(leaves, structure)) is not None:
-                        return outputs
-                    self._give_up("a replay differs from a pass that runs as usual, for other inputs", always=True)
-        return self.before(*args, **kwargs)
+        return self.engine is not None and not engine.gathers()
+
+    def _begin_anew(self, engine: LayerEngine) -> None:
+        """Drop recordings because an attribute was set; the last ones, if that happens again and again."""
+        used = max((recording.replays for recording in self._recordings.values()), default=0)
+        self._changes, self._dropped = engine.attributes.changes, 1 if used >= _WORTH else self._dropped + 1
+        for kept in (self._recordings, self._seen, self._trials):
+            kept.clear()
+        self._modules = list(engine.model.modules())
+        if self._dropped > _CHANGES:
+            name = engine.attributes.last or "what an attribute holds"
+            self._give_up(f"{name} of the model is set to something else again and again; pass it as an argument")
 
     def _kind(self, engine: LayerEngine, leaves: list[Any], structure: Any) -> Any:
         device = engine.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         return self._where(), autocast, repr(structure), *map(_described, leaves)
 
-    def _is_time(self, engine: LayerEngine, kind: Any, leaves: list[Any]) -> bool:
-        """Whether passes of this kind are recorded, or shall be: they have come often enough."""
-        if self._changed != engine.attributes.changes and not self._go_on(engine):
-            return False
-        if kind in self._recordings:
-            return True
+    def _is_due(self, engine: LayerEngine, kind: Any, leaves: list[Any]) -> bool:
+        """Whether passes of this kind have come often enough to be recorded."""
         if len(self._seen) == _REMEMBERED:  # something changes at every step, such as a number that is passed
             self._seen.clear()
         self._seen[kind] += 1
-        late = self._pace is None or self._pace.is_slow
-        return late and self._seen[kind] > _USUAL and _recordable(leaves, engine.device)
+        waits = engine.pace is None or engine.pace.gpu_waits
+        often = self._seen[kind] > (_USUAL if self._asked else _USUAL_BY_DEFAULT)
+        for other, recording in list(self._recordings.items()):
+            if other[0] != kind[0] or engine.collected - recording.used > _UNUSED:
+                del self._recordings[other]  # the weights have moved, or the loop has gone on to other inputs
+        return often and waits and len(self._recordings) < _MOST and _recordable(leaves, engine.device)
 
-    def _go_on(self, engine: LayerEngine) -> bool:
-        """Begin anew, because an attribute was set; whether that is worth it, or happens again and again."""
-        used = max((recording.replays for recording in self._recordings.values()), default=0)
-        self._changed, self._changes = engine.attributes.changes, 1 if used >= _WORTH else self._changes + 1
-        self._recordings.clear()
-        self._seen.clear()
-        if self._changes > _CHANGES:
-            name = engine.attributes.last
-            self._give_up(f"{name} of the model is set to something else again and again; pass it as an argument")
-        return self._changes <= _CHANGES
-
-    def _tried(self, engine: LayerEngine, args: Any, kwargs: Any) -> Any:
-        """A pass that runs as usual, to see whether the next ones can be recorded unasked."""
-        trial = Trial(engine)
-        outputs = self.before(*args, **kwargs)
-        self._is_harmless = trial.passed(outputs)
-        if not self._is_harmless:
-            self.engine = None
+    def _tried(self, engine: LayerEngine, kind: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        """A pass that runs as usual, to see whether those that are like it can be recorded by default."""
+        trial = self._trials[kind] = Trial(engine, leaves)
+        with trial.watched():
+            outputs = self.before(*args, **kwargs)
+        trial.end(outputs)
         return outputs
 
-    def _recording(self, engine: LayerEngine, kind: Any, leaves: list[Any], structure: Any) -> Recording | None:
-        """The recording of this kind, made if there is none."""
-        if kind in self._recordings:
-            return self._recordings[kind]
-        for other in [other for other in self._recordings if other[0] != kind[0]]:
-            del self._recordings[other]  # the weights have moved
-        if len(self._recordings) == _MOST:
+    def _record(self, engine: LayerEngine, kind: Any, leaves: list[Any], structure: Any) -> Recording | None:
+        """A recording of this kind."""
+        if not self._asked and not self._trials[kind].passed():
             return None
         try:
             self._recordings[kind] = Recording(engine, self.before, leaves, structure)
@@ -158,28 +160,47 @@ class GraphedForward(StandIn):
             return None
         return self._recordings[kind]
 
+    def _replayed(self, engine: LayerEngine, recording: Recording, leaves: list[Any], structure: Any) -> Any:
+        """What a replay makes; None where it makes something else than the model."""
+        try:
+            outputs = recording.run(leaves, structure)
+        except _NotComparedError as problem:
+            self._give_up(str(problem.__cause__))
+            return None
+        recording.used = engine.collected
+        if outputs is None:
+            self._give_up("a replay differs from a pass that runs as usual, for other inputs", always=True)
+        return outputs
+
     def _give_up(self, why: str, always: bool = False) -> None:
         """Record nothing any more, and say so where somebody asked for it, or `always`."""
+        if self.engine is not None:
+            self.engine.pace = None
         self.engine = None
-        if self._pace is None or always:
+        self._recordings.clear()
+        if self._asked or always:
             warnings.warn(
                 f"the model's passes cannot be recorded as CUDA graphs and run as usual: {why}",
                 NotRecordedWarning,
-                stacklevel=5,
+                stacklevel=7,  # where the model is called, behind torch's own functions
             )
 
     def _where(self) -> Any:
         """What a recording takes for granted: where weights and buffers lie, what is trained, and all modes."""
         held = (values for module in self._modules for values in (module._parameters, module._buffers))
-        tensors = tuple((v.data_ptr(), v.requires_grad) for values in held for v in values.values() if v is not None)
+        tensors = tuple((_place(v), v.requires_grad) for values in held for v in values.values() if v is not None)
         return tensors, tuple(module.training for module in self._modules)
+
+
+class _NotComparedError(Exception):
+    """The model cannot run beside a replay, to be compared with it."""
 
 
 class Recording:
     """One forward pass, its backward pass and the clipping, for inputs like these."""
 
     def __init__(self, engine: LayerEngine, forward: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
-        self.engine, self._usual, self.replays = engine, forward, 0
+        self.engine, self._usual, self.replays, self.used = engine, forward, 0, engine.collected
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._inputs = [value.clone() if isinstance(value, Tensor) else value for value in leaves]
         self._present = torch.zeros((), dtype=torch.int64, device=engine.device)
@@ -190,8 +211,11 @@ class Recording:
             return outputs, structure, [torch.empty_like(value) for value in outputs if is_differentiable(value)]
 
         with _alone(engine, self._tensors):
-            with _beside(self._stream):  # libraries set themselves up, which cannot be recorded
+            versions = [value._version for value in self._tensors]
+            with restored_buffers(engine.model), _beside(self._stream):  # libraries set up what cannot be recorded
                 outputs, _, gradients = run()
+                if versions != [value._version for value in self._tensors]:
+                    raise QuellError("it changes its inputs in place")
                 self._back(outputs, gradients)
                 self._clipped(self._found())
             torch.cuda.empty_cache()  # of that, which needed as much memory as the recording will
@@ -203,6 +227,7 @@ class Recording:
             self._backward, _ = self._recorded(lambda: self._back(outputs, gradients))
             found = self._found()
             self._clip, (self.sums, self.norm, self.units) = self._recorded(lambda: self._clipped(found))
+        self.contents = Contents(engine.model)
 
     def run(self, leaves: list[Any], structure: Any) -> Any:
         """The outputs for these inputs; None where a replay's are not those of the model."""
@@ -210,23 +235,27 @@ class Recording:
         self.replays += 1
         compared = _is_compared(self.replays)
         before = own_states() if compared else {}
-        usual = self._as_usual(*pytree.tree_unflatten(leaves, structure)) if compared else []
+        usual = self._as_usual(*pytree.tree_unflatten(leaves, structure)) if compared else None
         made = _Replay.apply(self, self.engine.anchor)
-        if compared and not all(map(_agree, made, usual)):
-            set_own_states(before)
-            return None
-        self.engine.open = self
         outputs = list(self._outputs)
         for place, value in zip(self._places, made, strict=True):
             outputs[place] = value
+        if usual is not None and not (len(usual) == len(outputs) and all(map(_agree, outputs, usual))):
+            set_own_states(before)
+            return None
+        self.engine.open = self
         return pytree.tree_unflatten(outputs, self._structure)
 
-    def _as_usual(self, args: Any, kwargs: Any) -> list[Tensor]:
+    def _as_usual(self, args: Any, kwargs: Any) -> list[Any]:
         """What the model makes of these arguments without a replay, with the random numbers that a replay will draw."""
-        with torch.no_grad(), kept_states(), self._in_own_memory():
-            made = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*args, **kwargs)))
-            found = [value for value in made if isinstance(value, Tensor)]
-        return [value.clone() for value in found]
+        model = self.engine.model
+        try:
+            with torch.no_grad(), kept_states(), restored_buffers(model), self._in_own_memory():
+                made = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*args, **kwargs)))
+        except Exception as problem:
+            raise _NotComparedError from problem
+        self.contents = Contents(model)  # which this pass may have changed
+        return [value.clone() if isinstance(value, Tensor) else value for value in made]
 
     @contextmanager
     def _in_own_memory(self) -> Iterator[None]:
@@ -301,7 +330,7 @@ class Recording:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recording: Recording, anchor: Tensor) -> Any:
-        ctx.recording, ctx.made_at = recording, recording.engine.collected
+        ctx.recording, ctx.made_at, ctx.number = recording, recording.engine.collected, recording.replays
         made, without_gradient = recording.replay_forward()
         ctx.mark_non_differentiable(*without_gradient)
         return made
@@ -309,7 +338,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         recording: Recording = ctx.recording
-        recording.engine.replayed(recording, ctx.made_at)
+        recording.engine.replayed(recording, ctx.made_at, ctx.number == recording.replays)
         recording.replay_backward(gradients)
         return None, None
 
@@ -338,12 +367,26 @@ def _memory_of(value: Tensor) -> Tensor:
     )
 
 
-def _agree(a: Tensor, b: Tensor) -> bool:
-    return not a.is_floating_point() or not bool(differ(a.detach(), b, _APART[a.element_size() < 4]).any())
+def _agree(replayed: Any, usual: Any) -> bool:
+    """Whether a replay makes this of an output; numbers that are the same say nothing about how large others are."""
+    if not isinstance(replayed, Tensor) or not isinstance(usual, Tensor):
+        return not isinstance(usual, (Tensor, *PLAIN)) or (type(usual) is type(replayed) and usual == replayed)
+    if replayed.shape != usual.shape or replayed.dtype != usual.dtype:
+        return False
+    if not usual.is_floating_point():
+        return True  # such as the largest of numbers that are apart by their rounding
+    other = replayed.detach() != usual
+    share = _APART_IN_HALF if usual.element_size() < 4 else _APART
+    return not bool(differ(replayed.detach()[other], usual[other], share).any())
 
 
 def _is_compared(number: int) -> bool:
-    return number % _COMPARED == 0 or (number > 1 and number & (number - 1) == 0 and number < _COMPARED)
+    return number > 1 and (number.bit_count() == 1 or number % _COMPARED == 0)
+
+
+def _place(value: Tensor) -> int:
+    """Where its numbers lie, if they lie in one place."""
+    return value.data_ptr() if value.layout is torch.strided and not value.is_nested else id(value)
 
 
 def _described(value: Any) -> Any:
@@ -357,7 +400,7 @@ def _recordable(leaves: list[Any], device: torch.device) -> bool:
     tensors = [value for value in leaves if isinstance(value, Tensor)]
     others = [value for value in leaves if not isinstance(value, Tensor)]
     lie_here = all(value.device == device and not value.requires_grad for value in tensors)
-    return lie_here and all(isinstance(value, PLAIN) for value in others)
+    return bool(tensors) and lie_here and all(isinstance(value, PLAIN) for value in others)
 
 
 @contextmanager

@@ -43,8 +43,8 @@ from quell.torch.sharding import own_share, own_square
 from quell.torch.transfer import Awaited
 
 if TYPE_CHECKING:
+    from quell.torch.engine.by_default import Pace
     from quell.torch.engine.graphs import Recording
-    from quell.torch.engine.unasked import Pace
 
 Found = dict[str, list[Piece]]  # by the parameter's name
 _MODEL = ("the model", ())  # the layer that stands for the model itself, and its way of being called
@@ -83,8 +83,9 @@ class LayerEngine(Engine):
         self.way = 0  # the number of the way in which the model is being called
         self._ways: dict[Any, int] = {}
         self._known: set[Any] = set()  # ways of calling layers that were compared
+        self._settings: set[Any] = set()  # those of them that are about attributes
         self.attributes = Attributes(model)
-        self.pace: Pace | None = None  # which somebody wants to know
+        self.pace: Pace | None = None  # where CUDA graphs may be recorded by default
         self._check = FirstBatch(self)
         self._compared = self.sharded  # whether a first batch was: ranks would have to compare sharded ones together
         self._current: Pass | None = None  # that is under way
@@ -109,11 +110,12 @@ class LayerEngine(Engine):
     # Forward
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if model is self.model:
-            self.running = torch.is_grad_enabled() and not self.idle
-        if model is self.model and self.running:
-            run = uncompiled(self._begin_pass) if torch.compiler.is_compiling() else self._begin_pass
-            run(args, kwargs)
+        if model is not self.model:
+            return
+        self.running = torch.is_grad_enabled() and not self.idle
+        _untraced(self.attributes.before_call)()
+        if self.running:
+            _untraced(self._begin_pass)(args, kwargs)
 
     def _begin_pass(self, args: Any, kwargs: Any) -> None:
         tensors = [v for v in tensors_in((args, kwargs)) if v.dim()]
@@ -126,26 +128,30 @@ class LayerEngine(Engine):
                 self._ways[kind] = self.way
             self._current = Pass((args, kwargs), self.rows, own_states() if self._is_due() else {})
             self.note(*_MODEL)
-            self.attributes.look()
-            for name, kind in self.attributes.ways():
-                self.note(name, kind)
+            setting = self._setting()
+            if setting not in self._known and len(self._settings) < _MOST_WAYS:
+                self._current.ways.add(setting)
 
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
-        if model is self.model and self.running:
+        if model is not self.model:
+            return
+        _untraced(self.attributes.after_call)()
+        if self.running:
             self.running = False
-            run = uncompiled(self._end_pass) if torch.compiler.is_compiling() else self._end_pass
-            run(outputs)
+            _untraced(self._end_pass)(outputs)
 
     def _end_pass(self, outputs: Any) -> None:
         done, self._current = self._current, None
-        if done is not None:
-            self.attributes.look(by_model=True)
         if done is not None and (done.ways or self._is_due()):
             done.watch(outputs, self.device.type, lambda arrived: self._to_look.append(arrived))
 
+    def _setting(self) -> Any:
+        """The attributes of modules that were ever set, all together: they are a part of how the model is called."""
+        return "attributes", self.way, self.attributes.ways()
+
     def note(self, name: str, way: Any) -> None:
         """A layer is called in this way: if it is new, the pass is compared as the first one is."""
-        most = _MOST_WAYS * (1 + len(self.layers))
+        most = _MOST_WAYS * (1 + len(self.layers)) + len(self._settings)
         if self._current is not None and (name, self.way, way) not in self._known and len(self._known) < most:
             self._current.ways.add((name, self.way, way))
 
@@ -161,6 +167,7 @@ class LayerEngine(Engine):
             if self._check.compare(done):
                 self._compared = True
                 self._known |= done.ways
+                self._settings |= {way for way in done.ways if way[0] == "attributes"}
 
     def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
@@ -260,9 +267,8 @@ class LayerEngine(Engine):
 
         A recording shows nothing of the layers that it calls.
         """
-        is_new = (
-            self._current is None or bool(self._current.ways) or (_MODEL[0], self.way, _MODEL[1]) not in self._known
-        )
+        ways = {(_MODEL[0], self.way, _MODEL[1]), self._setting()}
+        is_new = self._current is None or bool(self._current.ways) or not ways <= self._known
         looking = self.idle or is_new or self._is_due() or torch._C._current_graph_task_id() >= 0
         return torch.is_grad_enabled() and not looking
 
@@ -270,9 +276,9 @@ class LayerEngine(Engine):
         """Whether another pass of this step is under way, or has left gradients."""
         return bool(self.open or self._replayed or self._finished or self._under_way or self._sums)
 
-    def replayed(self, recording: Recording, made_at: int) -> None:
+    def replayed(self, recording: Recording, made_at: int, is_last: bool) -> None:
         """A backward pass comes to the forward pass that was replayed when sums had been collected `made_at` times."""
-        self._require_current(lambda: "the model", made_at, self.open is not recording)
+        self._require_current(lambda: "the model", made_at, self.open is not recording or not is_last)
         self.open = None
         self._replayed.append(recording)
 
@@ -290,7 +296,7 @@ class LayerEngine(Engine):
         if finished and replayed:
             raise QuellError(
                 "several forward passes came in one step, of which one was replayed from a CUDA graph, so their "
-                "gradients cannot be clipped as one: leave cuda_graphs out"
+                "gradients cannot be clipped as one: pass cuda_graphs=False to make_private"
             )
         with torch.no_grad(), full_precision():
             if finished:
@@ -367,3 +373,7 @@ class LayerEngine(Engine):
         sum_over_ranks([both])
         square, number = both.tolist()
         return math.sqrt(square), int(number)
+
+
+def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:
+    return uncompiled(method) if torch.compiler.is_compiling() else method

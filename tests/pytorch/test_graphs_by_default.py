@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from quell.errors import QuellError
 from quell.noise import claims
 from quell.torch import load_checkpoint
-from quell.torch.engine import graphs, unasked
+from quell.torch.engine import by_default, graphs
 
 from .conftest import small_plan
-from .recorded import DEVICE, ByHand, start
+from .recorded import DEVICE, OnTape, start
 from .training import network, train
 
 PLENTY = 1 << 40
@@ -41,11 +42,12 @@ def host(monkeypatch):
         Host.looks.append(device)
         return (len(Host.looks) % 2 == 0) * Host.held, Host.free
 
+    monkeypatch.setattr(graphs, "_USUAL_BY_DEFAULT", 2)
     if DEVICE == "cpu":
         monkeypatch.setattr(graphs, "_DEVICE", "cpu")
-        monkeypatch.setattr(graphs, "Recording", ByHand)
-    monkeypatch.setattr(unasked.Pace, "measured", measured)
-    monkeypatch.setattr(unasked, "memory", memory)
+        monkeypatch.setattr(graphs, "Recording", OnTape)
+    monkeypatch.setattr(by_default.Pace, "measured", measured)
+    monkeypatch.setattr(by_default, "memory", memory)
     run = graphs.Recording.run
     monkeypatch.setattr(graphs.Recording, "run", lambda self, *given: (Host.replays.append(self), run(self, *given))[1])
     with warnings.catch_warnings():
@@ -53,9 +55,9 @@ def host(monkeypatch):
         yield Host
 
 
-def trained(model=None, loop=train, **options):
+def trained(model=None, loop=train, plan=None, **options):
     torch.manual_seed(0)
-    model, optimizer, loader = start(small_plan(), network() if model is None else model, **options)
+    model, optimizer, loader = start(plan or small_plan(), network() if model is None else model, **options)
     loop(model, optimizer, loader)
     return [p.detach().cpu() for p in model.parameters()]
 
@@ -118,7 +120,17 @@ class Holder:
         self.made = made
 
 
-def test_outputs_of_other_kinds(host):
+@pytest.mark.parametrize(
+    ("outputs", "recorded"),
+    [
+        (lambda made: (made, None), True),
+        (lambda made: (made, made.detach()), True),
+        (lambda made: (made, Holder(made)), False),
+        (lambda made: (made, 1.0), False),
+        (lambda made: (made, made * 2), False),  # which the loss does not use
+    ],
+)
+def test_outputs_of_other_kinds(host, outputs, recorded):
     def loop(model, optimizer, loader):
         for _ in range(2):
             for x, y in loader:
@@ -126,11 +138,41 @@ def test_outputs_of_other_kinds(host):
                 nn.functional.cross_entropy(model(x)[0], y).backward()
                 optimizer.step()
 
-    trained(Doing(lambda *_: None, lambda made: (made, Holder(made))), loop)
+    trained(Doing(lambda *_: None, outputs), loop)
+    assert bool(host.replays) == recorded
+
+
+class Doubled(torch.autograd.Function):
+    """A gradient that Python decides."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Backwards(nn.Module):
+    """Does something in its backward pass, or to its inputs."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.how = network(), how
+
+    def forward(self, x):
+        made = self.layers(x.mul_(1.0) if self.how == "inputs" else x)
+        if self.how == "hook" and made.requires_grad:
+            made.register_hook(lambda gradient: 2 * gradient)
+        return Doubled.apply(made) if self.how == "function" else made
+
+
+@pytest.mark.parametrize("how", ["function", "hook", "inputs"])
+def test_backward_passes_that_run_python_and_inputs_that_change(host, how):
+    trained(Backwards(how))
     assert not host.replays
-    host.looks.clear()
-    trained(Doing(lambda *_: None, lambda made: (made, made * 2)), loop)
-    assert host.replays
 
 
 @pytest.mark.parametrize(("held", "free"), [(2**10, PLENTY), (PLENTY, PLENTY - 1)])
@@ -143,21 +185,93 @@ def test_only_where_there_is_memory(host, held, free):
 
 def test_hooks_inside_the_model_are_called_in_every_pass(host):
     called, passes = [], []
-    model, optimizer, loader = start(small_plan(), network())
-    handle = None
-    for _ in range(2):
+    model, optimizer, loader = start(small_plan(epochs=3), network())
+    for _ in range(3):
         for x, y in loader:
-            if optimizer.run.step == 8:
+            if optimizer.run.step == 10:
                 handle = model[0].register_forward_hook(lambda *_: called.append(True))
-            if handle is not None and len(called) == 1:
+            if len(called) == 2:
                 handle.remove()
             before = len(host.replays)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             passes.append(len(host.replays) > before)
-    assert called == [True]
-    assert passes[7:] == [True, False, True]
+    assert called == [True, True]
+    assert passes[9:13] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("of_pass", [16, 5])
+def test_another_pass_in_some_steps(host, monkeypatch, of_pass):
+    """Some passes are waited for, to see whether a step sometimes has more of them. Later the error says what to do."""
+    monkeypatch.setattr(graphs, "_USUAL_BY_DEFAULT", of_pass - 1)
+
+    def loop(model, optimizer, loader):
+        for _ in range(8):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                if optimizer.run.step % 16 == 15:
+                    loss = loss + nn.functional.cross_entropy(model(x * 2), y)
+                loss.backward()
+                optimizer.step()
+
+    plan = small_plan(epochs=8)
+    if of_pass == 16:
+        trained(loop=loop, plan=plan)
+        assert not host.replays
+    else:
+        with pytest.raises(QuellError, match="pass cuda_graphs=False"):
+            trained(loop=loop, plan=plan)
+
+
+def test_another_trial_after_an_attribute_was_set(host):
+    """Then the model may do what it did not do in the first."""
+
+    def draw(model, x):
+        return random.random() if model.seen else None
+
+    def loop(model, optimizer, loader):
+        for _ in range(4):
+            for x, y in loader:
+                model.seen = True if optimizer.run.step > 10 else None
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    trained(Doing(draw), loop, small_plan(epochs=4))
+    assert {replay.replays for replay in host.replays} == {len(host.replays)}
+    assert 2 <= len(host.replays) <= 4
+
+
+class Times(nn.Module):
+    """Its recordings hold for one number each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = network()
+
+    def forward(self, x, times):
+        return self.layers(x) * times
+
+
+def test_what_the_loop_has_left_behind_does_not_stay_recorded(host, monkeypatch):
+    monkeypatch.setattr(graphs, "_UNUSED", 3)
+    held = []
+
+    def loop(model, optimizer, loader):
+        for _ in range(8):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x, 1 + optimizer.run.step // 14), y).backward()
+                optimizer.step()
+                held.append(len(model.forward._recordings))
+
+    trained(Times(), loop, small_plan(epochs=8))
+    assert held[13] == 1
+    assert len(set(map(id, host.replays))) == 3
+    assert max(held) == 1
 
 
 def test_hooks_everywhere(host):
@@ -219,7 +333,7 @@ class Images(nn.Module):
         return self.head(torch.relu(self.norm(self.second(h))).mean((2, 3)))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, True] if DEVICE == "cuda" else [False])  # CPUs round those otherwise
 def test_a_step_that_comes_again_is_the_same_bit_for_bit(host, tmp_path, autocast):
     """It was recorded then and is not now: the ledger would refuse another sum."""
     torch.backends.cudnn.deterministic = True
@@ -260,7 +374,7 @@ class Event:
 
 
 def test_the_gpu_has_waited_if_it_is_done_when_the_clipping_is_sent(monkeypatch):
-    pace = unasked.Pace()
+    pace = by_default.Pace()
     for done, waited, slow in [
         (True, 1, False),
         (True, 2, False),
@@ -271,7 +385,7 @@ def test_the_gpu_has_waited_if_it_is_done_when_the_clipping_is_sent(monkeypatch)
         monkeypatch.setattr(torch.cuda, "Event", lambda done=done: Event(done))
         with pace.measured():
             pass
-        assert (pace.waited, pace.is_slow) == (waited, slow)
+        assert (pace.waited, pace.gpu_waits) == (waited, slow)
     pace.counts = False
     with pace.measured():
         pass

@@ -1,0 +1,148 @@
+"""Decides when CUDA graphs are recorded by default: where the GPU waits for Python, and only the speed changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from quell.torch.engine.attributes import Contents
+from quell.torch.engine.base import is_differentiable
+from quell.torch.random_states import host_states
+
+if TYPE_CHECKING:
+    from quell.torch.engine.layers import LayerEngine
+
+_IN_A_ROW = 3  # passes for which the GPU must have waited
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ADDED = 0.1  # memory that a recording may add to what a pass holds
+
+
+class Pace:
+    """Counts the passes in a row for which the GPU was done before Python had sent all of its work.
+
+    Python sends forward and backward pass, and then the clipping. If the GPU is done with both passes by the time that
+    all of the clipping is sent, it is as fast as Python at least, and has waited for it.
+    """
+
+    def __init__(self) -> None:
+        self.waited = 0
+        self.counts = True  # whether this pass takes Python no longer than others
+
+    @property
+    def gpu_waits(self) -> bool:
+        return self.waited >= _IN_A_ROW
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around the clipping of a pass."""
+        event = torch.cuda.Event()
+        event.record()
+        yield
+        self.waited = self.waited + 1 if self.counts and event.query() else 0
+
+
+class Trial:
+    """A pass that runs as usual and is watched: would a recording of it do the same, to whoever looks at it?
+
+    Python does not run in a replay. So the pass must not set attributes or change lists of modules, must not draw
+    random numbers on the host (to skip a layer, say), must not change its inputs, and must return nothing but tensors.
+    Its backward pass must not run Python either, and must begin at all outputs. And there must be memory for it.
+    """
+
+    def __init__(self, engine: LayerEngine, inputs: Iterable[Any]) -> None:
+        self._engine = engine
+        self._inputs = [(value, value._version) for value in inputs if isinstance(value, Tensor)]
+        self._random, self._contents = host_states(), Contents(engine.model)
+        self._allocated, _ = memory(engine.device)
+        self._noting = _Noting()
+        self._passed, self._unused = False, 0
+
+    def watched(self) -> TorchFunctionMode:
+        """Around the forward pass."""
+        return self._noting
+
+    def end(self, outputs: Any) -> None:
+        """After the forward pass."""
+        values = pytree.tree_leaves(outputs)
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        self._passed = (
+            host_states() == self._random
+            and not self._engine.attributes.look(by_model=True)
+            and not self._contents.changed()
+            and not self._noting.hooks
+            and all(value._version == version for value, version in self._inputs)
+            and all(value is None or isinstance(value, Tensor) for value in values)
+            and not any(map(_runs_python, _nodes(tensors)))
+            and self._has_room(tensors)
+        )
+        self._inputs.clear()
+        used = [value for value in tensors if is_differentiable(value)]
+        self._unused = len(used)
+        for value in used:
+            value.register_hook(self._arrived)
+
+    def passed(self) -> bool:
+        """After the backward pass."""
+        return self._passed and not self._unused
+
+    def _arrived(self, gradient: Tensor) -> None:
+        self._unused -= 1
+
+    def _has_room(self, outputs: list[Tensor]) -> bool:
+        """Outputs, their gradients, clipped sums and copies of those lie beside what a pass holds anyway."""
+        allocated, free = memory(self._engine.device)
+        held = allocated - self._allocated
+        sums = sum(4 * parameter.numel() for parameter in self._engine.params.values())
+        added = 2 * (sums + sum(value.nbytes for value in outputs))
+        return added <= _ADDED * held and held <= free
+
+
+class _Noting(TorchFunctionMode):
+    """Notes whether hooks are put on tensors."""
+
+    hooks = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.hooks |= func is Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device that tensors have, and that they could still get."""
+    allocated = torch.cuda.memory_allocated(device)
+    return allocated, torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody has put hooks on them, which a replay would not call; Quell's own only look at modes."""
+    everywhere = any(getattr(every_module, f"_global{name}") for name in _HOOKS)
+    return everywhere or any(_foreign(vars(module)[name]) for module in modules for name in _HOOKS)
+
+
+def _foreign(hooks: Any) -> bool:
+    return bool(hooks) and not all(str(getattr(hook, "__module__", "")).startswith("quell.") for hook in hooks.values())
+
+
+def _nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """What autograd comes to from the outputs."""
+    waiting: list[Any] = [value.grad_fn for value in outputs]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
+
+
+def _runs_python(node: Any) -> bool:
+    """Whether its backward pass is a function that somebody else than Quell has written."""
+    made_by = getattr(type(node), "_forward_cls", None)
+    return made_by is not None and not made_by.__module__.startswith("quell.")
