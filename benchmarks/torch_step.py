@@ -59,7 +59,7 @@ except ImportError:
 
 STEPS_PER_EPOCH, EPOCHS = 4, 250
 WHOLE_RUN = {"convnet": (98, 10)}  # steps per epoch, and epochs
-WARM_UP = 16  # make_private looks more closely at the first batches, and decides then whether to record CUDA graphs
+WARM_UP = 31  # make_private looks more closely at the first batches, and then decides whether to record CUDA graphs
 IN_A_ROW = {"cuda": 5, "cpu": 1}  # steps of a turn
 PLAIN, PLAIN_GRAPHS = "not private", "not private, CUDA graphs"
 QUELL, QUELL_GRAPHS, QUELL_NO_GRAPHS = "Quell", "Quell, cuda_graphs=True", "Quell, cuda_graphs=False"

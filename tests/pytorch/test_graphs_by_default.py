@@ -308,7 +308,12 @@ def test_compiled_models_run_as_compiled(host):
     def loop(model, optimizer, loader):
         train(torch.compile(model, backend="eager"), optimizer, loader)
 
+    def part(model, optimizer, loader):
+        model[0].compile(backend="eager")
+        train(model, optimizer, loader)
+
     trained(loop=loop)
+    trained(loop=part)
     assert not host.replays
 
 

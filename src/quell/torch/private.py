@@ -24,6 +24,7 @@ from quell.torch.checks import (
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.distributed import copy_from_first_rank, require_agreement
 from quell.torch.engine.base import Engine
+from quell.torch.engine.by_default import is_compiled
 from quell.torch.engine.graphs import are_recordable, record_passes
 from quell.torch.engine.layers import LayerEngine
 from quell.torch.engine.microbatch import MicrobatchEngine
@@ -237,6 +238,5 @@ def make_private(
 
 
 def _may_record(model: nn.Module, run: TrainingRun, params: Mapping[str, nn.Parameter]) -> bool:
-    """Whether CUDA graphs may be recorded by default. With several processes they were never tried on several GPUs, and
-    torch.compile has graphs of its own."""
-    return run.world == 1 and not hasattr(model, "_orig_mod") and are_recordable(params.values())
+    """Whether CUDA graphs may be recorded by default: on one GPU, because nobody has tried it on several."""
+    return run.world == 1 and not is_compiled(model) and are_recordable(params.values())

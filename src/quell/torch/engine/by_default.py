@@ -120,10 +120,19 @@ def memory(device: torch.device) -> tuple[int, int]:
     return allocated, torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
 
 
-def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody has put hooks on them, which a replay would not call; Quell's own only look at modes."""
-    everywhere = any(getattr(every_module, f"_global{name}") for name in _HOOKS)
-    return everywhere or any(_foreign(vars(module)[name]) for module in modules for name in _HOOKS)
+def suit(parts: Iterable[nn.Module]) -> bool:
+    """Whether nobody has put hooks on these parts of a model, which a replay would not call, or compiled them.
+
+    Quell's own hooks only look at modes.
+    """
+    if any(getattr(every_module, f"_global{name}") for name in _HOOKS):
+        return False
+    return not any(is_compiled(part) or any(_foreign(vars(part)[name]) for name in _HOOKS) for part in parts)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile runs it, which has graphs of its own."""
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
 def _foreign(hooks: Any) -> bool:

@@ -31,7 +31,7 @@ from quell.torch.coupling import differ, restored_buffers
 from quell.torch.engine.attributes import PLAIN, Contents
 from quell.torch.engine.base import StandIn, is_differentiable
 from quell.torch.engine.bounds import full_precision, norm_of
-from quell.torch.engine.by_default import Pace, Trial, has_hooks
+from quell.torch.engine.by_default import Pace, Trial, suit
 from quell.torch.random_states import kept_states, own_states, set_own_states
 from quell.torch.sharding import is_sharded
 
@@ -99,7 +99,7 @@ class GraphedForward(StandIn):
         """Whether this is a training pass like others, and so far the only one of its step."""
         usual, pace = engine.trains() and not self.busy(), engine.pace
         if pace is not None:
-            usual = usual and not ((pace.gpu_waits or self._recordings) and has_hooks(self._modules[1:]))
+            usual = usual and (not (pace.gpu_waits or self._recordings) or suit(self._modules[1:]))
             pace.counts = usual
         if not usual:
             return False
