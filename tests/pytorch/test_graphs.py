@@ -153,6 +153,71 @@ def test_a_second_backward_pass_is_refused(replays):
         loss.backward()
 
 
+def test_a_gradient_that_comes_to_an_older_pass_is_refused(replays):
+    """Its activations are those of the newer one by now."""
+    model, optimizer, batches = recorded_run(5)
+    x, y = next(batches)
+    old = nn.functional.cross_entropy(model(x), y)
+    old.backward(retain_graph=True)
+    optimizer.zero_grad()
+    model(x * 2)
+    assert len(replays) == 2
+    with pytest.raises(QuellError, match="second backward pass"):
+        old.backward()
+
+
+class Counting(nn.Module):
+    """Counts its passes in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = network()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.passes += 1
+        return self.layers(x)
+
+
+def test_buffers_are_written_once_a_pass(replays):
+    counted = []
+
+    def loop(model, optimizer, loader):
+        before = 0.0
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                out = model(x)
+                counted.append(float(model.passes) - before)
+                nn.functional.cross_entropy(out, y).backward()
+                optimizer.step()
+                before = float(model.passes)
+
+    same(both(small_plan(), loop, make=Counting))
+    assert counted == [1.0] * 20
+    assert replays
+
+
+class Sparse(nn.Module):
+    """Has a buffer that does not lie in one place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = network()
+        self.register_buffer("edges", torch.eye(6).to_sparse())
+
+    def forward(self, x):
+        return self.layers(torch.sparse.mm(self.edges, x.t()).t())
+
+
+@pytest.mark.filterwarnings("ignore::quell.torch.engine.graphs.NotRecordedWarning")
+def test_a_sparse_buffer_is_no_obstacle():
+    same(both(small_plan(), make=Sparse))
+
+
 def test_gradients_that_were_dropped_do_not_count(replays):
     model, optimizer, batches = recorded_run(5)
     x, y = next(batches)
@@ -266,6 +331,39 @@ class Told(nn.Module):
 
     def forward(self, x):
         return self.layers(x + TOLD["now"])
+
+
+class Reading(nn.Module):
+    """What it makes depends on a variable that is no attribute."""
+
+    def __init__(self, what):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.what = network(), what
+
+    def forward(self, x):
+        made, now = self.layers(x), TOLD["now"]
+        if self.what == "shape":
+            return torch.cat([made, made[:, :1]], 1) if now else made
+        if self.what == "masked":
+            return torch.cat([made * (1 + now), made.new_full((len(x), 1), -1e9)], 1)
+        return made * (1 + now), now
+
+
+@pytest.mark.parametrize("what", ["shape", "masked", "number"])
+def test_what_replays_are_compared_with(replays, what):
+    def loop(model, optimizer, loader):
+        while optimizer.run.step < 10:
+            for x, y in loader:
+                TOLD["now"] = float(optimizer.run.step >= 6)  # before the second replay
+                optimizer.zero_grad()
+                made = model(x)
+                nn.functional.cross_entropy(made[0] if what == "number" else made, y).backward()
+                optimizer.step()
+
+    with pytest.warns(graphs.NotRecordedWarning, match="differs from a pass that runs as usual"):
+        same(both(small_plan(), loop, make=lambda: Reading(what)))
+    assert len(replays) == 2
 
 
 @pytest.mark.parametrize(("first", "used"), [(0, 2), (7, 4)])

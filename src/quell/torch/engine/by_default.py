@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _IN_A_ROW = 3  # passes for which the GPU must have waited
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ADDED = 0.1  # memory that a recording may add to what a pass holds
+_ADDED, _LITTLE = 0.1, 1 << 26  # memory that a recording may add, as a share of what a pass holds, or in bytes
 
 
 class Pace:
@@ -101,7 +101,7 @@ class Trial:
         held = allocated - self._allocated
         sums = sum(4 * parameter.numel() for parameter in self._engine.params.values())
         added = 2 * (sums + sum(value.nbytes for value in outputs))
-        return added <= _ADDED * held and held <= free
+        return added <= max(_ADDED * held, _LITTLE) and held <= free
 
 
 class _Noting(TorchFunctionMode):
