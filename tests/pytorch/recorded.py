@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from quell.torch import make_private
+from quell.torch.coupling import restored_buffers
 from quell.torch.engine import graphs
 from quell.torch.engine.attributes import Contents
 from quell.torch.engine.base import is_differentiable
@@ -59,7 +60,7 @@ class OnTape(graphs.Recording):
         engine.anchor = torch.zeros_like(anchor, requires_grad=True)
         self._passes = [Tape() for _ in range(3)]
         try:
-            with torch.enable_grad(), torch.random.fork_rng([]):
+            with torch.enable_grad(), torch.random.fork_rng([]), restored_buffers(engine.model):
                 with self._passes[0]:
                     outputs, self._structure = pytree.tree_flatten(forward(*args, **kwargs))
                 self._places = [place for place, value in enumerate(outputs) if isinstance(value, Tensor)]
