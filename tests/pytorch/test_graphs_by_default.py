@@ -176,8 +176,9 @@ def test_backward_passes_that_run_python_and_inputs_that_change(host, how):
 
 
 @pytest.mark.parametrize(("held", "free"), [(2**10, PLENTY), (PLENTY, PLENTY - 1)])
-def test_only_where_there_is_memory(host, held, free):
+def test_only_where_there_is_memory(host, monkeypatch, held, free):
     """Outputs and sums would be a large part of what a pass holds; or less than a pass would stay free."""
+    monkeypatch.setattr(by_default, "_LITTLE", 0)
     host.held, host.free = held, free
     trained()
     assert not host.replays
