@@ -82,6 +82,7 @@ GOALS = {  # on a GPU: step and memory
     "convnet": (2.0, 1.5),
     "cnn": (2.0, 1.5),
 }
+CHOSEN: set[str] = set()  # contenders beside the loop that is not private; empty: all
 Peaks = tuple[float, float]  # bytes, of later steps and of the first ones
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -157,7 +158,8 @@ def opacus_loop(task: Task, model: nn.Module, data: TensorDataset, ghost: bool) 
 def names_of(task: Task) -> list[str]:
     """The contenders; the first is what the others are compared with."""
     peers = OPACUS.get(task.name, ()) if GradSampleModule is not None else ()
-    return [PLAIN, *([PLAIN_GRAPHS, *ASKED] if task.device == "cuda" else [QUELL]), *peers]
+    names = [PLAIN, *([PLAIN_GRAPHS, *ASKED] if task.device == "cuda" else [QUELL]), *peers]
+    return [name for name in names if name == PLAIN or not CHOSEN or name in CHOSEN]
 
 
 @cache
@@ -347,6 +349,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--models", help=f"default: {DEFAULTS['cpu']}; on a GPU {DEFAULTS['cuda']}")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--contenders", default="", help=f"only these, such as '{QUELL},{HOOKS}'; default: all")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     parser.add_argument("--batch", type=int, help="examples per step, for all models")
     parser.add_argument("--markdown", type=Path, help="also write the table here")
@@ -354,6 +357,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     warnings.filterwarnings("ignore", message="Secure RNG turned off")
+    CHOSEN.update(filter(None, options.contenders.split(",")))
     torch.set_float32_matmul_precision("high")  # TF32 where something runs in float32 on a GPU
     names = (options.models or DEFAULTS[options.device]).split(",")
     tasks = [task_of(name, options.device, options.batch, options.tiny) for name in names]

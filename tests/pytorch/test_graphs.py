@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from quell import QuellError
-from quell.torch.engine import graphs
+from quell.torch.engine import graphs, layers
 
 from .conftest import small_plan, unpriced_poisson_plan
 from .recorded import DEVICE, OnTape, start
@@ -176,8 +176,7 @@ class Counting(nn.Module):
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x):
-        if torch.is_grad_enabled():
-            self.passes += 1
+        self.passes += 1
         return self.layers(x)
 
 
@@ -355,7 +354,7 @@ def test_what_replays_are_compared_with(replays, what):
     def loop(model, optimizer, loader):
         while optimizer.run.step < 10:
             for x, y in loader:
-                TOLD["now"] = float(optimizer.run.step >= 6)  # before the second replay
+                TOLD["now"] = float(optimizer.run.step >= 6)  # from the second replay on
                 optimizer.zero_grad()
                 made = model(x)
                 nn.functional.cross_entropy(made[0] if what == "number" else made, y).backward()
@@ -474,6 +473,25 @@ def test_contents_of_an_attribute_drop_recordings(replays, config, read, write):
 
     same(both(small_plan(), loop, make=Configured))
     assert [recording.replays for recording in dict.fromkeys(replays)] == [2, 1]
+
+
+def test_a_setting_that_was_never_compared_is_not_recorded(replays, monkeypatch):
+    monkeypatch.setattr(layers, "_MOST_WAYS", 1)
+    same(both(small_plan(), in_phases(lambda step: 1.0 if step < 7 else "2"), make=Doubling))
+    assert len(replays) == 2
+
+
+class Doubling(Phases):
+    def forward(self, x):
+        return self.layers(x) * float(self.factor)
+
+
+def test_replays_with_other_random_numbers_train_nothing(replays, monkeypatch):
+    """The first one is compared too: a step that comes again would draw others."""
+    monkeypatch.setattr(graphs, "_agree", lambda *_: False)
+    with pytest.warns(graphs.NotRecordedWarning, match="differs"):
+        same(both(small_plan(), make=with_dropout))
+    assert len(replays) == 1
 
 
 def test_an_attribute_that_is_set_at_every_step_ends_it(replays):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -24,6 +23,14 @@ from .training import network, train
 PLENTY = 1 << 40
 
 
+class Event:
+    def __init__(self, done):
+        self.done, self.record = done, lambda: None
+
+    def query(self):
+        return self.done
+
+
 @pytest.fixture
 def host(monkeypatch):
     """Whether the GPU waits for it, what memory there is, and the replays."""
@@ -33,10 +40,8 @@ def host(monkeypatch):
         replays: ClassVar[list] = []
         looks: ClassVar[list] = []  # at the memory, before a pass and after it
 
-    @contextmanager
-    def measured(self):
-        yield
-        self.waited = self.waited + 1 if Host.slow and self.counts else 0
+    def clipped(self):
+        self.waited, self._sent = self.waited + 1 if Host.slow and self._sent else 0, None
 
     def memory(device):
         Host.looks.append(device)
@@ -46,7 +51,8 @@ def host(monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(graphs, "_DEVICE", "cpu")
         monkeypatch.setattr(graphs, "Recording", OnTape)
-    monkeypatch.setattr(by_default.Pace, "measured", measured)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(True))
+    monkeypatch.setattr(by_default.Pace, "clipped", clipped)
     monkeypatch.setattr(by_default, "memory", memory)
     run = graphs.Recording.run
     monkeypatch.setattr(graphs.Recording, "run", lambda self, *given: (Host.replays.append(self), run(self, *given))[1])
@@ -92,7 +98,7 @@ class Doing(nn.Module):
     def __init__(self, what, outputs=lambda made: made):
         super().__init__()
         torch.manual_seed(1)
-        self.layers, self.what, self.outputs, self.seen = network(), what, outputs, None
+        self.layers, self.what, self.outputs, self.seen, self.log = network(), what, outputs, None, []
 
     def forward(self, x):
         self.what(self, x)
@@ -105,8 +111,14 @@ def keep(model, x):
 
 @pytest.mark.parametrize(
     "what",
-    [keep, lambda *_: random.random(), lambda *_: np.random.rand(), lambda *_: torch.rand(1)],
-    ids=["keeps", "python", "numpy", "torch"],
+    [
+        keep,
+        lambda model, x: model.log.append(1),
+        lambda *_: random.random(),
+        lambda *_: np.random.rand(),
+        lambda *_: torch.rand(1),
+    ],
+    ids=["keeps", "appends", "python", "numpy", "torch"],
 )
 def test_a_model_of_which_python_does_more(host, what):
     trained(Doing(what))
@@ -371,15 +383,7 @@ def test_a_step_that_comes_again_is_the_same_bit_for_bit(host, tmp_path, autocas
     assert all(map(torch.equal, first, again))
 
 
-class Event:
-    def __init__(self, done):
-        self.done, self.record = done, lambda: None
-
-    def query(self):
-        return self.done
-
-
-def test_the_gpu_has_waited_if_it_is_done_when_the_clipping_is_sent(monkeypatch):
+def test_the_gpu_waits_if_it_is_done_when_the_clipping_is_sent(monkeypatch):
     pace = by_default.Pace()
     for done, waited, slow in [
         (True, 1, False),
@@ -389,12 +393,10 @@ def test_the_gpu_has_waited_if_it_is_done_when_the_clipping_is_sent(monkeypatch)
         (True, 1, False),
     ]:
         monkeypatch.setattr(torch.cuda, "Event", lambda done=done: Event(done))
-        with pace.measured():
-            pass
+        pace.sent()
+        pace.clipped()
         assert (pace.waited, pace.gpu_waits) == (waited, slow)
-    pace.counts = False
-    with pace.measured():
-        pass
+    pace.clipped()  # of a pass that took Python longer than others
     assert pace.waited == 0
 
 
@@ -402,7 +404,7 @@ def test_the_gpu_has_waited_if_it_is_done_when_the_clipping_is_sent(monkeypatch)
 @pytest.mark.parametrize("size", [8, 8192])
 def test_a_gpu_that_waits_and_one_that_does_not(size):
     model = nn.Sequential(*(nn.Linear(size, size) for _ in range(6)), nn.Linear(size, 3)).cuda()
-    data = torch.utils.data.TensorDataset(torch.randn(40, 64, size), torch.randint(3, (40,)))
+    data = torch.utils.data.TensorDataset(torch.randn(40, 512, size), torch.randint(3, (40,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,27 +24,30 @@ _ADDED, _LITTLE = 0.1, 1 << 26  # memory that a recording may add, as a share of
 
 
 class Pace:
-    """Counts the passes in a row for which the GPU was done before Python had sent all of its work.
+    """Counts the passes in a row for which Python was hardly ahead of the GPU.
 
-    Python sends forward and backward pass, and then the clipping. If the GPU is done with both passes by the time that
-    all of the clipping is sent, it is as fast as Python at least, and has waited for it.
+    Python sends the forward pass, the backward pass and then the clipping. If the GPU has work for longer than that
+    takes, Python gets ahead by up to a step. So if the GPU is done with the forward pass by the time that the clipping
+    is sent, it waits for Python, or would as soon as that is held up.
     """
 
     def __init__(self) -> None:
         self.waited = 0
-        self.counts = True  # whether this pass takes Python no longer than others
+        self._sent: torch.cuda.Event | None = None
 
     @property
     def gpu_waits(self) -> bool:
         return self.waited >= _IN_A_ROW
 
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Around the clipping of a pass."""
-        event = torch.cuda.Event()
-        event.record()
-        yield
-        self.waited = self.waited + 1 if self.counts and event.query() else 0
+    def sent(self) -> None:
+        """A forward pass was sent that takes Python no longer than others."""
+        self._sent = torch.cuda.Event()
+        self._sent.record()
+
+    def clipped(self) -> None:
+        """All of a pass was sent, also its clipping."""
+        sent, self._sent = self._sent, None
+        self.waited = self.waited + 1 if sent is not None and sent.query() else 0
 
 
 class Trial:

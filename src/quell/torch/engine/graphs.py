@@ -8,7 +8,8 @@ loss, the noise and the optimizer's step are not part of it.
 A recording has one set of buffers, and what it makes is clipped by itself. So a loop that makes several passes with
 gradients in a step is not recorded. What a replay hands out, outputs and clipped sums, are copies. A model that reads
 something else than its arguments would go on with what it read when it was recorded. So recordings are dropped where
-somebody sets an attribute of a module, and replays are compared with passes that run as usual: the 2nd, 4th, 8th, ...
+somebody sets an attribute of a module, and the 1st, 2nd, 4th, 8th, ... replay is compared with a pass that runs as
+usual.
 
 Passes are recorded because the user asked for it, or by default where only the speed changes (`by_default.py`).
 """
@@ -93,14 +94,19 @@ class GraphedForward(StandIn):
                 return self._tried(engine, kind, leaves, args, kwargs)
             recording = self._record(engine, kind, leaves, structure)
         outputs = None if recording is None else self._replayed(engine, recording, leaves, structure)
-        return self.before(*args, **kwargs) if outputs is None else outputs
+        return self._as_usual(engine, args, kwargs) if outputs is None else outputs
+
+    def _as_usual(self, engine: LayerEngine, args: Any, kwargs: Any) -> Any:
+        outputs = self.before(*args, **kwargs)
+        if engine.pace is not None:
+            engine.pace.sent()
+        return outputs
 
     def _is_eligible(self, engine: LayerEngine) -> bool:
         """Whether this is a training pass like others, and so far the only one of its step."""
         usual, pace = engine.trains() and not self.busy(), engine.pace
         if pace is not None:
             usual = usual and (not (pace.gpu_waits or self._recordings) or suit(self._modules[1:]))
-            pace.counts = usual
         if not usual:
             return False
         contents = any(recording.contents.changed() for recording in self._recordings.values())
@@ -143,7 +149,7 @@ class GraphedForward(StandIn):
         """A pass that runs as usual, to see whether those that are like it can be recorded by default."""
         trial = self._trials[kind] = Trial(engine, leaves)
         with trial.watched():
-            outputs = self.before(*args, **kwargs)
+            outputs = self._as_usual(engine, args, kwargs)
         trial.end(outputs)
         return outputs
 
@@ -168,8 +174,8 @@ class GraphedForward(StandIn):
             self._give_up(str(problem.__cause__))
             return None
         recording.used = engine.collected
-        if outputs is None:
-            self._give_up("a replay differs from a pass that runs as usual, for other inputs", always=True)
+        if outputs is None:  # at first because graphs draw other random numbers, later because something has changed
+            self._give_up("a replay differs from a pass that runs as usual", always=recording.replays > 1)
         return outputs
 
     def _give_up(self, why: str, always: bool = False) -> None:
@@ -381,7 +387,7 @@ def _agree(replayed: Any, usual: Any) -> bool:
 
 
 def _is_compared(number: int) -> bool:
-    return number > 1 and (number.bit_count() == 1 or number % _COMPARED == 0)
+    return number.bit_count() == 1 or number % _COMPARED == 0
 
 
 def _place(value: Tensor) -> int:

@@ -301,9 +301,10 @@ class LayerEngine(Engine):
         with torch.no_grad(), full_precision():
             if finished:
                 self._look()
-            with self.pace.measured() if finished and self.pace is not None else nullcontext():
-                for found in finished:
-                    self._clip(found)
+            for found in finished:
+                self._clip(found)
+        if finished and self.pace is not None:
+            self.pace.clipped()
         for recording in replayed:
             examples = self.present(recording.units)
             recording.clip(examples)
