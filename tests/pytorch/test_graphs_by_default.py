@@ -51,7 +51,7 @@ def host(monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(graphs, "_DEVICE", "cpu")
         monkeypatch.setattr(graphs, "Recording", OnTape)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(True))
+    monkeypatch.setattr(by_default.Pace, "sent", lambda self: setattr(self, "_sent", True))
     monkeypatch.setattr(by_default.Pace, "clipped", clipped)
     monkeypatch.setattr(by_default, "memory", memory)
     run = graphs.Recording.run
