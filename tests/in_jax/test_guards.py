@@ -424,3 +424,21 @@ def test_a_loader_may_look_batches_up_in_any_order_and_process() -> None:
     for (ids, counts), (indices, mask) in zip(loaded, in_order, strict=True):
         np.testing.assert_array_equal(ids, IDS[indices])
         np.testing.assert_array_equal(counts, mask)
+
+
+def test_a_run_is_closed_after_its_updates(plan: Plan) -> None:
+    """JAX runs them when their inputs are there. What comes after close() is refused: the last step was lost."""
+
+    @jax.jit
+    def slow(number: int) -> Any:
+        many = jnp.ones((1000, 1000))
+        made = jax.lax.fori_loop(0, 20, lambda _, kept: (kept @ many) * 1e-3, many)
+        return {"w": jnp.full((7, 30), number, jnp.float32) + 0 * made[0, 0]}
+
+    private = privatize(plan, PARAMS, max_grad_norm=1.0, key=seeded(3))
+    _, state = private.update(slow(1), private.init(PARAMS))  # which compiles both
+    check(state)
+    updates, state = private.update(slow(2), state)
+    private.close()
+    check(state)
+    assert bool(jnp.isfinite(updates["w"]).all())

@@ -449,8 +449,13 @@ def test_a_part_that_takes_the_place_of_another_drops_recordings(replays):
         ({"scale": 1.0}, lambda held: held["scale"], lambda held: held.update(scale=2.0)),
         (SimpleNamespace(scale=1.0), lambda held: held.scale, lambda held: setattr(held, "scale", 2.0)),
         ([1.0], lambda held: held[0], lambda held: held.__setitem__(0, 2.0)),
+        (
+            {"train": [{"scale": 1.0}]},
+            lambda held: held["train"][0]["scale"],
+            lambda held: held["train"][0].clear() or held["train"][0].update(scale=2.0),
+        ),
     ],
-    ids=["mapping", "object", "list"],
+    ids=["mapping", "object", "list", "nested"],
 )
 def test_contents_of_an_attribute_drop_recordings(replays, config, read, write):
     class Configured(nn.Module):

@@ -238,6 +238,95 @@ def test_another_pass_in_some_steps(host, monkeypatch, of_pass):
             trained(loop=loop, plan=plan)
 
 
+@pytest.mark.parametrize("first", [0, 12])
+def test_parts_of_the_model_beside_it(host, first):
+    """Nothing is recorded then. If they come later, the error says what to do, and the batch can come again."""
+
+    def loop(model, optimizer, loader):
+        refused = []
+        while optimizer.run.step < 20:
+            for x, y in loader:
+                optimizer.zero_grad()
+                made = model(x)
+                if optimizer.run.step >= max(first, 3):
+                    made = made + 0 * model[0](x)[:, :3]
+                nn.functional.cross_entropy(made, y).backward()
+                try:
+                    optimizer.step()
+                except QuellError as problem:
+                    refused.append(str(problem))
+                    break
+        assert len(refused) == (first > 0)
+        assert all("pass cuda_graphs=False" in each for each in refused)
+
+    trained(loop=loop, plan=small_plan(epochs=4))
+    assert bool(host.replays) == (first > 0)
+
+
+def test_evaluations_with_gradients_are_no_passes_of_the_loop(host):
+    def loop(model, optimizer, loader):
+        for _ in range(3):
+            for x, y in loader:
+                model.eval()
+                model(x)
+                model.train()
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    trained(loop=loop, plan=small_plan(epochs=3))
+    assert len(host.replays) >= 5
+
+
+def test_backward_inside_of_autocast(host):
+    def loop(model, optimizer, loader):
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast(DEVICE, torch.bfloat16):
+                    nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    trained(loop=loop, plan=small_plan(epochs=3))
+    assert not host.replays
+
+
+class Squeezing(nn.Module):
+    """Mixes rows of short inputs, in a layer that gets fewer dimensions then."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inside, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.inside(x))
+        if x.shape[1] == 1:
+            return self.head(h[:, 0].roll(1, 0)).roll(-1, 0)
+        return self.head(h).mean(1)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_layer_is_compared_before_it_is_recorded(host, asked):
+    """Passes without gradients show nothing, so they must not lead to a recording."""
+    model, optimizer, loader = start(small_plan(epochs=6), Squeezing(), cuda_graphs=asked)
+
+    def step(x, y):
+        number = optimizer.run.step
+        optimizer.zero_grad()
+        views = x[:, None].expand(-1, 1 if number >= 8 else 2, -1)
+        loss = nn.functional.cross_entropy(model(views), y)
+        (loss * float(number < 8 or number >= 25)).backward()
+        optimizer.step()
+
+    for _ in range(5):
+        for x, y in loader:
+            step(x, y)
+    x, y = next(iter(loader))
+    with pytest.raises(QuellError, match="by autograd"):
+        step(x, y)
+
+
 def test_another_trial_after_an_attribute_was_set(host):
     """Then the model may do what it did not do in the first."""
 

@@ -596,6 +596,17 @@ def test_a_part_that_takes_the_place_of_another():
         one_step(model, engine, batch()[0])
 
 
+def test_an_attribute_that_is_set_while_a_part_is_replaced():
+    model = nn.Sequential(Phased(), nn.Identity())
+    engine = engine_of(model)
+    for step in range(3):
+        model[1] = nn.Dropout(0.1 * step)
+        one_step(model, engine, batch()[0])
+    model[1], model[0].phase = nn.Dropout(0.5), 2
+    with pytest.raises(QuellError, match="by autograd"):
+        one_step(model, engine, batch()[0])
+
+
 def test_attributes_that_a_model_sets_do_not_use_up_what_is_looked_at():
     class Keeps(nn.Module):
         def forward(self, h):

@@ -286,7 +286,11 @@ class Host:
         return np.concatenate([np.array([code, 0, self._expected.view(np.uint32)], np.uint32), keys.ravel()])
 
     def close(self) -> None:
-        """Let go of the ledger and the log, and release no more steps."""
+        """Let go of the ledger and the log, and release no more steps.
+
+        JAX runs updates later than they are called for: those are finished first, which would be refused afterwards.
+        """
+        jax.effects_barrier()
         self._closed = True
         if self.guard.ledger is not None:
             self.guard.ledger.close()

@@ -187,7 +187,7 @@ def make_private(
         if sharded:
             raise QuellError("clipping='microbatch' needs whole parameters, and these are sharded by fully_shard")
     if cuda_graphs and not are_recordable(params.values()):
-        raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU: leave it out")
+        raise QuellError("cuda_graphs=True needs whole parameters on a CUDA GPU, the current one: leave it out")
     if correct_moments:
         require_correctable(optimizer)
     options = NoiseOptions(mechanism, key, seed, ledger, generator, noise_memory, budget)

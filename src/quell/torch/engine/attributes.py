@@ -6,7 +6,7 @@ What a module computes can depend on it (`model.phase = 2`), and neither its arg
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from operator import is_
 from typing import Any
 
@@ -18,6 +18,7 @@ PLAIN = (bool, int, float, str, type(None))  # what can be compared with ==
 _SWITCHES = (bool, int, str, type(None))
 _VALUES = {False: 16, True: 4}  # of one attribute that are told apart; it counts something if the model sets more
 _LOOKS = 20  # calls after a change in which it is found out whether the model itself sets attributes
+_DEPTH = 2  # of lists, mappings and objects in others
 _MISSING = object()
 _OWN = frozenset(vars(nn.Module()))
 
@@ -57,7 +58,7 @@ class Attributes:
 
     def look(self, by_model: bool = False) -> bool:
         """Whether anything was set to something else since the last look."""
-        found = self._replaced()
+        found: dict[str, Any] = {}
         for place, ((name, module), seen) in enumerate(zip(self._named, self._seen, strict=True)):
             own = vars(module)
             if len(own) == len(seen) and all(map(is_, own.values(), seen.values())):
@@ -67,6 +68,7 @@ class Attributes:
                 if key != "training" and not isinstance(value, StandIn) and not _same(seen.get(key, _MISSING), value):
                     found[f"{name}.{key}" if name else key] = value
             self._seen[place] = _remembered(own)
+        found |= self._replaced()
         for name, value in found.items():
             self.last, self._ways[name] = name, self._way(name, _kind(value), _VALUES[by_model])
         return bool(found)
@@ -103,17 +105,20 @@ class Contents:
     """What lists, mappings and plain objects hold that modules have as attributes, such as a configuration."""
 
     def __init__(self, model: nn.Module) -> None:
-        held = {
-            id(value): value
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if name not in _OWN and _has_contents(value)
-        }
-        self._seen = [(value, list(_contents(value))) for value in held.values()]
+        self._seen: dict[int, tuple[Any, list[Any]]] = {}
+        for module in model.modules():
+            self._remember((value for name, value in vars(module).items() if name not in _OWN), _DEPTH)
 
     def changed(self) -> bool:
         """Whether anything in them is something else now."""
-        return any(not _all_same(seen, _contents(value)) for value, seen in self._seen)
+        return any(not _all_same(seen, _contents(value)) for value, seen in self._seen.values())
+
+    def _remember(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            if _has_contents(value) and id(value) not in self._seen:
+                self._seen[id(value)] = value, list(_contents(value))
+                if depth:
+                    self._remember(self._seen[id(value)][1], depth - 1)
 
 
 def _has_contents(value: Any) -> bool:

@@ -55,7 +55,8 @@ class Trial:
 
     Python does not run in a replay. So the pass must not set attributes or change lists of modules, must not draw
     random numbers on the host (to skip a layer, say), must not change its inputs, and must return nothing but tensors.
-    Its backward pass must not run Python either, and must begin at all outputs. And there must be memory for it.
+    Its backward pass must not run Python either, must begin at all outputs and outside of autocast. And there must be
+    memory for it.
     """
 
     def __init__(self, engine: LayerEngine, inputs: Iterable[Any]) -> None:
@@ -84,7 +85,7 @@ class Trial:
             and not any(map(_runs_python, _nodes(tensors)))
             and self._has_room(tensors)
         )
-        self._inputs.clear()
+        del self._inputs, self._random, self._contents  # which may hold activations
         used = [value for value in tensors if is_differentiable(value)]
         self._unused = len(used)
         for value in used:
@@ -96,6 +97,7 @@ class Trial:
 
     def _arrived(self, gradient: Tensor) -> None:
         self._unused -= 1
+        self._passed &= not torch.is_autocast_enabled(gradient.device.type)  # it would round otherwise in a recording
 
     def _has_room(self, outputs: list[Tensor]) -> bool:
         """Outputs, their gradients, clipped sums and copies of those lie beside what a pass holds anyway."""

@@ -88,6 +88,7 @@ class TappedForward(StandIn):
                 engine.note(layer.name, way_of(layer, args, kwargs))
         if not torch.is_grad_enabled():
             return self.before(*args, **kwargs)
+        engine.calls_parts |= not engine.running and torch._C._current_graph_task_id() < 0  # nor is it a checkpoint
         return self._tapped(engine, args, kwargs)
 
     def _tapped(self, engine: LayerEngine, args: Any, kwargs: Any) -> Any:

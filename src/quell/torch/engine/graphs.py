@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +52,15 @@ _APART, _APART_IN_HALF = 1e-3, 5e-2  # by which share of the largest number outp
 _DEVICE = "cuda"
 
 
-def are_recordable(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether passes with these trained parameters can be recorded."""
-    return not any(is_sharded(parameter) or parameter.device.type != _DEVICE for parameter in parameters)
+def are_recordable(parameters: Collection[nn.Parameter]) -> bool:
+    """Whether passes with these trained parameters can be recorded: whole ones on the current GPU."""
+    devices = [parameter.device for parameter in parameters if not is_sharded(parameter)]
+    here = all((device.type, device.index) == (_DEVICE, _current()) for device in devices)
+    return here and len(devices) == len(parameters)
+
+
+def _current() -> int | None:
+    return torch.cuda.current_device() if _DEVICE == "cuda" and torch.cuda.is_available() else None
 
 
 def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool], asked: bool) -> None:
@@ -94,10 +100,12 @@ class GraphedForward(StandIn):
                 return self._tried(engine, kind, leaves, args, kwargs)
             recording = self._record(engine, kind, leaves, structure)
         outputs = None if recording is None else self._replayed(engine, recording, leaves, structure)
-        return self._as_usual(engine, args, kwargs) if outputs is None else outputs
+        return self._as_usual(engine, kind, args, kwargs) if outputs is None else outputs
 
-    def _as_usual(self, engine: LayerEngine, args: Any, kwargs: Any) -> Any:
+    def _as_usual(self, engine: LayerEngine, kind: Any, args: Any, kwargs: Any) -> Any:
         outputs = self.before(*args, **kwargs)
+        if engine.calls_anew():  # a layer; a recording would not show that it is to be compared with autograd
+            self._seen[kind] = 0
         if engine.pace is not None:
             engine.pace.sent()
         return outputs
@@ -106,15 +114,19 @@ class GraphedForward(StandIn):
         """Whether this is a training pass like others, and so far the only one of its step."""
         usual, pace = engine.trains() and not self.busy(), engine.pace
         if pace is not None:
-            usual = usual and (not (pace.gpu_waits or self._recordings) or suit(self._modules[1:]))
+            usual = (
+                usual
+                and engine.model.training
+                and (not (pace.gpu_waits or self._recordings) or suit(self._modules[1:]))
+            )
         if not usual:
             return False
         contents = any(recording.contents.changed() for recording in self._recordings.values())
         if contents or self._changes != engine.attributes.changes:
             self._begin_anew(engine)
         is_second, self._last = self._last == engine.collected, engine.collected
-        if is_second and not self._recordings:
-            self._give_up("there are several of them in a step")
+        if engine.calls_parts or (is_second and not self._recordings):
+            self._give_up("there are several of them in a step, or passes of parts of the model")
         return self.engine is not None and not engine.gathers()
 
     def _begin_anew(self, engine: LayerEngine) -> None:
@@ -149,7 +161,7 @@ class GraphedForward(StandIn):
         """A pass that runs as usual, to see whether those that are like it can be recorded by default."""
         trial = self._trials[kind] = Trial(engine, leaves)
         with trial.watched():
-            outputs = self._as_usual(engine, args, kwargs)
+            outputs = self._as_usual(engine, kind, args, kwargs)
         trial.end(outputs)
         return outputs
 
@@ -175,7 +187,13 @@ class GraphedForward(StandIn):
             return None
         recording.used = engine.collected
         if outputs is None:  # at first because graphs draw other random numbers, later because something has changed
-            self._give_up("a replay differs from a pass that runs as usual", always=recording.replays > 1)
+            number = recording.replays
+            before = max(number // 2, number - _COMPARED)
+            self._give_up(
+                f"replay {number:,} differs from a pass that runs as usual, and others since replay {before:,} may "
+                "have; pass what changes as an argument, or cuda_graphs=False to make_private",
+                always=number > 1,
+            )
         return outputs
 
     def _give_up(self, why: str, always: bool = False) -> None:

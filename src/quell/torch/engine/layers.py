@@ -85,6 +85,7 @@ class LayerEngine(Engine):
         self._known: set[Any] = set()  # ways of calling layers that were compared
         self._settings: set[Any] = set()  # those of them that are about attributes
         self.attributes = Attributes(model)
+        self.calls_parts = False  # whether the loop calls parts of the model beside it
         self.pace: Pace | None = None  # where CUDA graphs may be recorded by default
         self._check = FirstBatch(self)
         self._compared = self.sharded  # whether a first batch was: ranks would have to compare sharded ones together
@@ -268,9 +269,13 @@ class LayerEngine(Engine):
         A recording shows nothing of the layers that it calls.
         """
         ways = {(_MODEL[0], self.way, _MODEL[1]), self._setting()}
-        is_new = self._current is None or bool(self._current.ways) or not ways <= self._known
+        is_new = self.calls_anew() or not ways <= self._known
         looking = self.idle or is_new or self._is_due() or torch._C._current_graph_task_id() >= 0
         return torch.is_grad_enabled() and not looking
+
+    def calls_anew(self) -> bool:
+        """Whether the forward pass under way has called the model, or a layer, in a way that was not compared."""
+        return self._current is None or bool(self._current.ways)
 
     def gathers(self) -> bool:
         """Whether another pass of this step is under way, or has left gradients."""
@@ -294,9 +299,10 @@ class LayerEngine(Engine):
         finished = self.take_finished()
         replayed, self._replayed = self._replayed, []
         if finished and replayed:
+            self.calls_parts = True  # the same batch again is not replayed
             raise QuellError(
-                "several forward passes came in one step, of which one was replayed from a CUDA graph, so their "
-                "gradients cannot be clipped as one: pass cuda_graphs=False to make_private"
+                "the model, or a part of it, was called several times in one step, of which once was replayed from a "
+                "CUDA graph, so the gradients cannot be clipped as one: pass cuda_graphs=False to make_private"
             )
         with torch.no_grad(), full_precision():
             if finished:
