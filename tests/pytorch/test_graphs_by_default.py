@@ -238,6 +238,23 @@ def test_another_pass_in_some_steps(host, monkeypatch, of_pass):
             trained(loop=loop, plan=plan)
 
 
+def test_a_step_that_was_refused_for_its_second_pass_comes_again(host):
+    model, optimizer, loader = start(small_plan(epochs=4), network())
+    train(model, optimizer, loader, 12)
+    assert host.replays
+
+    def twice():
+        x, y = next(iter(loader))
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(model(x), y) + nn.functional.cross_entropy(model(2 * x), y)).backward()
+        optimizer.step()
+
+    with pytest.raises(QuellError, match="pass cuda_graphs=False"):
+        twice()
+    twice()
+    assert optimizer.run.step == 13
+
+
 @pytest.mark.parametrize("first", [0, 12])
 def test_parts_of_the_model_beside_it(host, first):
     """Nothing is recorded then. If they come later, the error says what to do, and the batch can come again."""
