@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, TensorDa
 from quell.errors import QuellError
 from quell.torch import make_private
 from quell.torch.in_memory import indexed_at_once
+from quell.torch.nested import leaves, mapped
 
 from .conftest import small_plan, unpriced_poisson_plan
 from .training import examples, network, seeded
@@ -56,6 +57,18 @@ def test_batches_are_those_of_default_collate(name):
     assert len(whole) == len(data)
     chosen = [3, 0, 3, 39, 17]
     same(whole.__getitems__(chosen), default_collate([data[index] for index in chosen]))
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("chosen", [[], [3, 0, 17], [3, 0, 3, 39, 17]])
+def test_batches_are_filled_up_with_zeros(name, chosen):
+    data = DATA[name]
+    whole, plain = indexed_at_once(data), indexed_at_once(data)
+    whole.least = 5
+    filled, batch = whole.__getitems__(np.array(chosen, dtype=np.int64)), plain.__getitems__(chosen)
+    same(whole.__getitems__(chosen), filled)
+    assert all(len(rows) == 5 and not rows[len(chosen) :].any() for rows in leaves(filled))
+    same(mapped(lambda rows: rows[: len(chosen)], filled), batch)
 
 
 class Changed(TensorDataset):

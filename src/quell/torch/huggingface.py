@@ -195,7 +195,7 @@ class PrivateTrainer(Trainer):
             refuse_padding_that_counts(
                 self.model,
                 lambda batch: self._losses(self.model, self._prepare_inputs(dict(batch)))[0],
-                loader.collate_fn.collate,
+                loader.collate,
                 loader.dataset,
                 1e-2 if halves or self.is_fsdp_enabled or self.args.tf32 else 1e-4,
             )

@@ -21,10 +21,13 @@ from quell.torch.transfer import uploaded
 
 
 class IndexedAtOnce(Dataset[Any]):
-    """The rows of such a data set; `__getitems__` gives the batch that `default_collate` would make of them."""
+    """The rows of such a data set; `__getitems__` gives the batch that `default_collate` would make of them.
+
+    One of fewer than `least` rows is filled up with zeros.
+    """
 
     def __init__(self, dataset: Any, columns: Any) -> None:
-        self.dataset, self.columns = dataset, columns
+        self.dataset, self.columns, self.least = dataset, columns, 0
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -34,13 +37,21 @@ class IndexedAtOnce(Dataset[Any]):
 
     def __getitems__(self, indices: Any) -> Any:
         known: dict[Any, Tensor] = {}  # an index on each device serves all columns there
+        count = len(indices)
+        if count < self.least:
+            filled = np.zeros(self.least, dtype=np.int64)
+            filled[:count] = indices
+            indices = filled
 
         def rows(column: _Column) -> Tensor:
             place = column.values.device, id(column.numbers)
             if place not in known:
                 numbers = indices if column.numbers is None else column.numbers[indices]
                 known[place] = uploaded(numbers, column.values.device)
-            return column.values.index_select(0, known[place])
+            batch = column.values.index_select(0, known[place])
+            if len(batch) > count:
+                batch[count:].zero_()
+            return batch
 
         return mapped(rows, self.columns)
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from quell.errors import QuellError, require_count
 from quell.torch.augmentation import Augmentation
 from quell.torch.checks import PlanMismatchWarning
-from quell.torch.in_memory import IndexedAtOnce, indexed_at_once
+from quell.torch.in_memory import indexed_at_once
 from quell.torch.nested import is_texts, leaves, mapped
 from quell.torch.random_states import seed_all
 from quell.torch.run import Portion, TrainingRun
@@ -93,22 +93,25 @@ class PlannedLoader(DataLoader[Any]):
         kept = {} if given is None else {name: getattr(given, name) for name in _KEPT}
         kept["worker_init_fn"] = partial(_start_worker, kept.get("worker_init_fn"))
         collate = default_collate if given is None else given.collate_fn
+        self.collate = collate
         at_once = indexed_at_once(dataset) if collate is default_collate else None
-        if at_once is not None:
-            dataset = at_once
         if fixed_shape is None:
             fixed_shape = at_once is not None  # where rows of zeros are surely harmless
         self._planned = PlannedSampler(run, physical_batch_size, rows_per_example, fixed_shape, never_empty)
         self._planned.as_array = at_once is not None
-        rows = self._planned.rows
+        rows, size = self._planned.rows, self._planned.physical if fixed_shape else None
         self._augmentation = None if augment is None else Augmentation(augment, rows)
         self._planned.for_any_loader = augment is None
-        super().__init__(
-            dataset,
-            batch_sampler=self._planned,
-            collate_fn=Collated(collate, dataset, self._planned.physical if fixed_shape else None, rows, never_empty),
-            **kept,
-        )
+        if at_once is None:
+            super().__init__(
+                dataset,
+                batch_sampler=self._planned,
+                collate_fn=Collated(collate, dataset, size, rows, never_empty),
+                **kept,
+            )
+        else:
+            at_once.least = rows * (int(never_empty) if size is None else size)
+            super().__init__(at_once, batch_sampler=self._planned, collate_fn=_whole, **kept)
 
     def __repr__(self) -> str:
         planned = self.run.plan.run
@@ -126,7 +129,13 @@ class PlannedLoader(DataLoader[Any]):
         self.run.seed(f"of workers from step {self.run.step}, rank {self.run.rank}")  # their seed is drawn from these
         ahead: deque[Portion] = deque()
         with self._planned.noting(ahead.append if self.num_workers else self.run.receive):
-            return self._received(super().__iter__(), ahead)
+            return self._received(self._items(), ahead)
+
+    def _items(self) -> Iterator[Any]:
+        """What DataLoader gives, and where it only passes batches on, without it: small models would notice."""
+        straight = self._planned.as_array and not self.num_workers and not self.pin_memory
+        items: Iterator[Any] = map(self.dataset.__getitems__, self._planned) if straight else super().__iter__()
+        return items
 
     def _received(self, items: Iterator[Any], ahead: deque[Portion]) -> Iterator[Any]:
         """The items. Workers fetch ahead, and that is nobody's step: what they bring is noted when the loop gets it."""
@@ -299,21 +308,17 @@ class Collated:
         self.collate, self.dataset, self.size, self.rows = collate, dataset, size, rows
         self._never_empty, self._looks = never_empty, _LOOKS
 
-    def __call__(self, examples: Any) -> Any:
-        """The batch of these examples: a list of them, or the batch itself where the data set makes it at once."""
-        count = len(next(leaves(examples))) if self._indexed else len(examples)
-        if not count and self._never_empty and self.size is None:
+    def __call__(self, examples: list[Any]) -> Any:
+        if not examples and self._never_empty and self.size is None:
             return self._first(self.rows)
-        batch = self._batch(examples, count)
-        return batch if self.size is None else _filled(batch, count, self.size * self.rows)
+        batch = self._batch(examples)
+        return batch if self.size is None else _filled(batch, len(examples), self.size * self.rows)
 
-    def _batch(self, examples: Any, count: int) -> Any:
-        if self._indexed:
-            return examples
-        if not count:
+    def _batch(self, examples: list[Any]) -> Any:
+        if not examples:
             return _without_rows(self._first(1))
         batch = self.collate(examples)
-        if self.rows > 1 and self._looks and count > self.rows:
+        if self.rows > 1 and self._looks and len(examples) > self.rows:
             self._require_order(examples, batch)
             self._looks -= 1
         return batch
@@ -329,13 +334,14 @@ class Collated:
                 "must stay together, so leave their order alone"
             )
 
-    @property
-    def _indexed(self) -> bool:
-        return isinstance(self.dataset, IndexedAtOnce)
-
     def _first(self, rows: int) -> Any:
         """A batch of the first example, so many times."""
-        return self.dataset.__getitems__([0] * rows) if self._indexed else self.collate([self.dataset[0]] * rows)
+        return self.collate([self.dataset[0]] * rows)
+
+
+def _whole(batch: Any) -> Any:
+    """What the data set gives where it makes batches itself."""
+    return batch
 
 
 def _filled(batch: Any, real: int, rows: int) -> Any:

@@ -66,15 +66,15 @@ def kept_states(begin: dict[str, Any] | None = None) -> Iterator[None]:
 
 def seed_all(secret: bytes) -> None:
     """Let all random numbers follow from the secret, whatever was drawn before."""
-    words = np.frombuffer(shake_256(secret).digest(4 * _WORDS + 72), dtype="<u4").astype(np.uint32)
-    own, numpy, python, short = np.split(words, [_WORDS, _WORDS + 8, _WORDS + 16])
-    np.random.seed(numpy)
-    random.seed(python.tobytes())
-    number = int(short.view(np.uint64)[0])
+    words = np.frombuffer(shake_256(secret).digest(4 * _WORDS + 72), dtype="<u4")
+    own, rest = words[:_WORDS], words[_WORDS:]
+    np.random.seed(rest[:8])
+    random.seed(rest[8:16].tobytes())
+    number = int(rest[16:].view("<u8")[0])
     torch.default_generator.manual_seed(number)
     # Of that number torch's generator of the CPU uses 32 bits, which can all be tried out: it gets its words whole.
     state = torch.get_rng_state()
-    state.view(torch.int64)[3 : 3 + _WORDS] = torch.from_numpy(own.astype(np.int64))
+    state.numpy().view(np.int64)[3 : 3 + _WORDS] = own
     torch.set_rng_state(state)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)

@@ -17,7 +17,8 @@ def uploaded(numbers: Sequence[int] | NDArray[np.integer[Any]], device: torch.de
     """Integers on the device, by a copy from pinned memory, which goes on by itself."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.int64, device=device)
-    pinned = torch.from_numpy(np.array(numbers, dtype=np.int64)).pin_memory()
+    pinned = torch.empty(np.shape(numbers), dtype=torch.int64, pin_memory=True)
+    pinned.numpy()[...] = numbers
     if torch.cuda.is_current_stream_capturing():
         _recorded.append(pinned)
     return pinned.to(device, non_blocking=True)
