@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -710,3 +712,90 @@ def test_a_way_of_calling_the_model_is_compared_before_it_is_recorded(replays):
     nn.functional.cross_entropy(model(x, True), y).backward()
     with pytest.raises(QuellError, match="by autograd"):
         optimizer.step()
+
+
+class Masked(nn.Module):
+    """Attends to all rows of an example, with a mask that it makes for one length at a time, and keeps."""
+
+    def __init__(self, cached):
+        super().__init__()
+        torch.manual_seed(1)
+        self.query, self.layers = nn.Linear(6, 6), network()
+        self.mask, self.cached = None, lru_cache(maxsize=1)(mask_for) if cached else None
+
+    def forward(self, x):
+        x = x[:, None] * torch.linspace(-1, 1, 3 if self.training else 5, device=x.device)[:, None]
+        if self.cached is None and (self.mask is None or len(self.mask) != x.shape[1]):
+            self.mask = mask_for(x.shape[1])
+        mask = self.mask if self.cached is None else self.cached(x.shape[1])
+        return self.layers(((self.query(x) @ x.mT + mask).softmax(-1) @ x).mean(1))
+
+
+def mask_for(length):
+    return torch.full((length, length), -30.0, device=DEVICE).triu(1)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_masks_that_a_model_keeps_stay_what_they_were_recorded_with(replays, cached):
+    """An evaluation of another length frees them, and others use their memory."""
+
+    def loop(model, optimizer, loader):
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if optimizer.run.step in (5, 11):
+                    model.eval()
+                    with torch.no_grad():
+                        model(x)
+                    model.train()
+                    held.append([torch.full((length, length), 1e3, device=DEVICE) for length in (3, 5) * 20])
+
+    held = []
+    same(both(small_plan(epochs=3), loop, make=lambda: Masked(cached)))
+    assert len(replays) >= 8
+
+
+def test_what_is_read_and_not_made_is_kept():
+    weight, table = torch.ones(3), [torch.ones(3, 3), torch.eye(3)]
+    with graphs.ReadMemory() as read:
+        made = torch.zeros(3) + weight
+        torch.stack([table[0][1:].sum(0) * made, made.view(1, 3)[0]])
+        table[0].add_(1)
+    outside = {value.untyped_storage().data_ptr() for value in (weight, table[0])}
+    assert set(read.kept) == outside
+    memory = table[0].untyped_storage().data_ptr()
+    del table[0]
+    assert all(torch.empty(3, 3).untyped_storage().data_ptr() != memory for _ in range(20))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_pass_that_keeps_what_it_makes_is_not_replayed(replays, monkeypatch, again):
+    """What it has made in a recording's memory would be written over."""
+    held = iter([0] * 6 + [0, 8, 8] + [0, 8, 8] * 9 * again)
+    monkeypatch.setattr(graphs.Recording, "_held", lambda self: next(held, 0))
+    warned = pytest.warns(graphs.NotRecordedWarning, match="keep tensors") if again else nullcontext()
+    with warned:
+        same(both(small_plan(epochs=6), in_phases(lambda step: 1.0, 30), make=Phases))
+    assert len(set(map(id, replays))) == (4 if again else 2)
+
+
+def test_a_way_of_calling_a_layer_that_begins_while_it_is_recorded(replays, monkeypatch):
+    """It was not compared with autograd yet, and a replay would not show it."""
+    begun = []
+    record = graphs.Recording.__init__
+    monkeypatch.setattr(graphs.Recording, "__init__", lambda *given: (begun.append(1), record(*given))[1])
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            h = torch.tanh(self.inside(x))
+            return self.head(h.roll(1, 0)[:, None])[:, 0].roll(-1, 0) if begun else self.head(h)
+
+    with pytest.raises(QuellError, match="by autograd"):
+        train(*start(small_plan(), Late(), cuda_graphs=True))
+    assert not replays

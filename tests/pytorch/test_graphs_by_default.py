@@ -363,6 +363,27 @@ def test_another_trial_after_an_attribute_was_set(host):
     assert 2 <= len(host.replays) <= 4
 
 
+def test_what_an_evaluation_lets_the_model_set_drops_recordings(host):
+    """Its passes were seen to set nothing, so this is as if the loop had set it."""
+
+    def note_length(model, x):
+        if model.seen != len(x):
+            model.seen = len(x)
+
+    def loop(model, optimizer, loader):
+        for _ in range(5):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if optimizer.run.step == 12:
+                    with torch.no_grad():
+                        model(x[:3])
+
+    trained(Doing(note_length), loop, small_plan(epochs=5))
+    assert 0 < host.replays.count(host.replays[0]) < 8
+
+
 class Times(nn.Module):
     """Its recordings hold for one number each."""
 

@@ -26,12 +26,12 @@ _OWN = frozenset(vars(nn.Module()))
 class Attributes:
     """Looks at all of them, which takes about half a microsecond for each module.
 
-    `changes` counts the looks that found what the model did not set itself. Replaced submodules count too. Modes
-    (`training`) do not, nor what is changed inside a list or another object.
+    `changes` counts the looks that found what the model did not set itself, `own_changes` those that found what it
+    did. Replaced submodules count too. Modes (`training`) do not, nor what is changed inside a list or another object.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.changes = 0
+        self.changes = self.own_changes = 0
         self.last = ""  # the name of one that was set
         self._model = model
         self._named: list[tuple[str, nn.Module]] = []
@@ -53,8 +53,9 @@ class Attributes:
     def after_call(self) -> None:
         """What changed in the call was set by the model. Most models never do that, and are not looked at for long."""
         self._calls += 1
-        if self._sets_own or self._calls <= _LOOKS:
-            self._sets_own |= self.look(by_model=True)
+        if (self._sets_own or self._calls <= _LOOKS) and self.look(by_model=True):
+            self._sets_own = True
+            self.own_changes += 1
 
     def look(self, by_model: bool = False) -> bool:
         """Whether anything was set to something else since the last look."""

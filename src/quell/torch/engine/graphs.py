@@ -7,9 +7,9 @@ loss, the noise and the optimizer's step are not part of it.
 
 A recording has one set of buffers, and what it makes is clipped by itself. So a loop that makes several passes with
 gradients in a step is not recorded. What a replay hands out, outputs and clipped sums, are copies. A model that reads
-something else than its arguments would go on with what it read when it was recorded. So recordings are dropped where
-somebody sets an attribute of a module, and the 1st, 2nd, 4th, 8th, ... replay is compared with a pass that runs as
-usual.
+something else than its arguments would go on with what it read when it was recorded. So what was read is kept in
+memory, recordings are dropped where somebody sets an attribute of a module, and the 1st, 2nd, 4th, 8th, ... replay is
+compared with a pass that runs as usual.
 
 Passes are recorded because the user asked for it, or by default where only the speed changes (`by_default.py`).
 """
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quell.errors import QuellError
 from quell.torch.coupling import differ, restored_buffers
@@ -33,6 +34,7 @@ from quell.torch.engine.attributes import PLAIN, Contents
 from quell.torch.engine.base import StandIn, is_differentiable
 from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.by_default import Pace, Trial, suit
+from quell.torch.nested import tensors_in
 from quell.torch.random_states import kept_states, own_states, set_own_states
 from quell.torch.sharding import is_sharded
 
@@ -82,7 +84,7 @@ class GraphedForward(StandIn):
         self._failures = 0
         self._seen: Counter[Any] = Counter()
         self._recordings: dict[Any, Recording] = {}
-        self._changes = engine.attributes.changes  # when recordings were dropped last
+        self._changes = self._set(engine)  # when recordings were dropped last
         self._dropped = 0  # how often they were, for nothing
         self._modules = list(model.modules())
         self._trials: dict[Any, Trial] = {}  # by kind
@@ -122,23 +124,29 @@ class GraphedForward(StandIn):
         if not usual:
             return False
         contents = any(recording.contents.changed() for recording in self._recordings.values())
-        if contents or self._changes != engine.attributes.changes:
+        if contents or self._changes != self._set(engine):
             self._begin_anew(engine)
         is_second, self._last = self._last == engine.collected, engine.collected
         if engine.calls_parts or (is_second and not self._recordings):
             self._give_up("there are several of them in a step, or passes of parts of the model")
         return self.engine is not None and not engine.gathers()
 
-    def _begin_anew(self, engine: LayerEngine) -> None:
-        """Drop recordings because an attribute was set; the last ones, if that happens again and again."""
+    def _set(self, engine: LayerEngine) -> tuple[int, int]:
+        """How often attributes were set; by the model itself only where it was seen to set none in its passes."""
+        return engine.attributes.changes, 0 if self._asked else engine.attributes.own_changes
+
+    def _begin_anew(self, engine: LayerEngine, why: str | None = None) -> None:
+        """Drop recordings, by default because an attribute was set; the last ones, if that happens again and again."""
         used = max((recording.replays for recording in self._recordings.values()), default=0)
-        self._changes, self._dropped = engine.attributes.changes, 1 if used >= _WORTH else self._dropped + 1
+        self._changes, self._dropped = self._set(engine), 1 if used >= _WORTH else self._dropped + 1
         for kept in (self._recordings, self._seen, self._trials):
             kept.clear()
         self._modules = list(engine.model.modules())
         if self._dropped > _CHANGES:
             name = engine.attributes.last or "what an attribute holds"
-            self._give_up(f"{name} of the model is set to something else again and again; pass it as an argument")
+            self._give_up(
+                why or f"{name} of the model is set to something else again and again; pass it as an argument"
+            )
 
     def _kind(self, engine: LayerEngine, leaves: list[Any], structure: Any) -> Any:
         device = engine.device.type
@@ -176,7 +184,9 @@ class GraphedForward(StandIn):
             if self._failures == _TRIES:
                 self._give_up(str(problem))
             return None
-        return self._recordings[kind]
+        if engine.calls_anew():  # a layer, which is compared with autograd only in a pass that runs as usual
+            del self._recordings[kind]
+        return self._recordings.get(kind)
 
     def _replayed(self, engine: LayerEngine, recording: Recording, leaves: list[Any], structure: Any) -> Any:
         """What a replay makes; None where it makes something else than the model."""
@@ -184,6 +194,9 @@ class GraphedForward(StandIn):
             outputs = recording.run(leaves, structure)
         except _NotComparedError as problem:
             self._give_up(str(problem.__cause__))
+            return None
+        except _KeptError:
+            self._begin_anew(engine, "its passes keep tensors that they make, other than in buffers; return them")
             return None
         recording.used = engine.collected
         if outputs is None:  # at first because graphs draw other random numbers, later because something has changed
@@ -220,6 +233,10 @@ class _NotComparedError(Exception):
     """The model cannot run beside a replay, to be compared with it."""
 
 
+class _KeptError(Exception):
+    """Something has kept what was made in the recording's memory, where the next replay would write."""
+
+
 class Recording:
     """One forward pass, its backward pass and the clipping, for inputs like these."""
 
@@ -243,7 +260,8 @@ class Recording:
                 self._back(outputs, gradients)
                 self._clipped(self._found())
             torch.cuda.empty_cache()  # of that, which needed as much memory as the recording will
-            self._forward, (outputs, self._structure, gradients) = self._recorded(run)
+            with ReadMemory() as self._read:
+                self._forward, (outputs, self._structure, gradients) = self._recorded(run)
             self._places = [place for place, value in enumerate(outputs) if isinstance(value, Tensor)]
             self._has_gradient = [is_differentiable(outputs[place]) for place in self._places]
             self._outputs = [_memory_of(value) if isinstance(value, Tensor) else value for value in outputs]
@@ -272,14 +290,20 @@ class Recording:
 
     def _as_usual(self, args: Any, kwargs: Any) -> list[Any]:
         """What the model makes of these arguments without a replay, with the random numbers that a replay will draw."""
-        model = self.engine.model
+        model, held = self.engine.model, self._held()
         try:
             with torch.no_grad(), kept_states(), restored_buffers(model), self._in_own_memory():
                 made = pytree.tree_leaves(self.engine.unwatched(lambda: self._usual(*args, **kwargs)))
         except Exception as problem:
             raise _NotComparedError from problem
         self.contents = Contents(model)  # which this pass may have changed
-        return [value.clone() if isinstance(value, Tensor) else value for value in made]
+        usual = [value.clone() if isinstance(value, Tensor) else value for value in made]
+        del made
+        if self._held() > held:
+            gc.collect()  # nobody may need it any more
+            if self._held() > held:
+                raise _KeptError
+        return usual
 
     @contextmanager
     def _in_own_memory(self) -> Iterator[None]:
@@ -292,6 +316,11 @@ class Recording:
             finally:
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 torch._C._cuda_releasePool(device, self._pool)
+
+    def _held(self) -> int:
+        """Bytes of the recording's memory that tensors have."""
+        own = (part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) == self._pool)
+        return sum(part["allocated_size"] for part in own)
 
     def replay_forward(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Copies of the outputs, and those of them that have no gradient."""
@@ -349,6 +378,37 @@ class Recording:
             sums = self.engine.clipped(pieces, units, self._present)
             self.measured = self.engine.measured
             return sums, norm_of(sums.values()), units
+
+
+class ReadMemory(TorchDispatchMode):
+    """Keeps the memory that operations read and did not make, such as that of a mask in a cache.
+
+    Freed, it would hold somebody else's numbers when a replay reads it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Any] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = _memories((args, kwargs))
+        self.kept |= {place: memory for place, memory in given.items() if place not in self._made}
+        self._made |= _memories(made).keys() - given.keys()
+        return made
+
+
+def _memories(values: Any) -> dict[int, Any]:
+    """What keeps the memory of tensors, by where it is."""
+    found: dict[int, Any] = {}
+    for value in tensors_in(values):
+        try:
+            memory = value.untyped_storage()
+            found[memory.data_ptr()] = memory
+        except RuntimeError:  # sparse and nested tensors have several
+            found[id(value)] = value.detach()
+    return found
 
 
 class _Replay(torch.autograd.Function):
