@@ -80,7 +80,7 @@ class TappedForward(StandIn):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine.idle:
+        if engine.inside:
             return self.before(*args, **kwargs)
         if engine.running:  # also in a reentrant checkpoint, which has no gradients yet and runs again without a pass
             layer = engine.layers.get(id(self.module))

@@ -69,7 +69,6 @@ class LayerEngine(Engine):
         self.model, self.rows_per_unit = model, rows_per_unit
         self.layers: dict[int, Layer] = {}
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # makes autograd run every tap
-        self.idle = False  # whether layers run as if they had no taps
         self.lowered = False  # whether a layer has computed in less than float32, wherever autocast was turned on
         self.running = False  # whether a forward pass for training is under way
         self.rows: int | None = None  # rows of the forward pass that runs now, or ran last
@@ -113,7 +112,7 @@ class LayerEngine(Engine):
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.model:
             return
-        self.running = torch.is_grad_enabled() and not self.idle
+        self.running = torch.is_grad_enabled() and not self.inside
         _untraced(self.attributes.before_call)()
         if self.running:
             _untraced(self._begin_pass)(args, kwargs)
@@ -173,14 +172,6 @@ class LayerEngine(Engine):
     def tapped(self, module: nn.Module, rule: Rule, outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs, whose gradients will become pieces of the module's parameters by the rule."""
         return tap(outputs, inputs, self.anchor, self.arrival(module, rule))
-
-    def unwatched(self, run: Callable[[], Any]) -> Any:
-        """Run the model, or a part of it, as if it had no taps."""
-        before, self.idle = self.idle, True
-        try:
-            return run()
-        finally:
-            self.idle = before
 
     def sharing(self) -> set[tuple[str, Any]]:
         """The layers, and which of their inputs, that were seen to get something that all examples share."""
@@ -270,7 +261,7 @@ class LayerEngine(Engine):
         """
         ways = {(_MODEL[0], self.way, _MODEL[1]), self._setting()}
         is_new = self.calls_anew() or not ways <= self._known
-        looking = self.idle or is_new or self._is_due() or torch._C._current_graph_task_id() >= 0
+        looking = self.inside or is_new or self._is_due() or torch._C._current_graph_task_id() >= 0
         return torch.is_grad_enabled() and not looking
 
     def calls_anew(self) -> bool:

@@ -257,12 +257,8 @@ class _Example:
             values[place] = row.unsqueeze(0)
         args, kwargs = pytree.tree_unflatten(values, self.inputs.structure)
         engine = self.engine
-        engine.inside = True
-        try:
-            with self.inputs.autocast.again():
-                outputs = functional_call(engine.model, params, args, kwargs)
-        finally:
-            engine.inside = False
+        with self.inputs.autocast.again():
+            outputs = engine.unwatched(lambda: functional_call(engine.model, params, args, kwargs))
         flat, self.spec = pytree.tree_flatten(outputs)
         self.others = [None if isinstance(value, Tensor) else value for value in flat]
         tensors = [value for value in flat if isinstance(value, Tensor)]
