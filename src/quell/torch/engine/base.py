@@ -28,6 +28,7 @@ class Engine(ABC):
     clipping: ClassVar[str]  # as the user names it
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
     clips: ClassVar[bool] = True  # False where the loop does, unchecked
+    model: nn.Module  # of engines that see one
     unseen: ClassVar[str | None] = None  # how a loss can pass the engine by, in an error; None: that is not refused
 
     def __init__(

@@ -6,7 +6,7 @@ rule run as they are. Layers without one run again by `torch.func`, unless their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from quell.noise.stream import uncompiled
 from quell.torch.autocast import Autocast, lowered
 from quell.torch.checks import in_a_sentence
 from quell.torch.coupling import follow_the_batch
-from quell.torch.engine.base import StandIn
+from quell.torch.engine.base import Engine, StandIn
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.pieces import Rows
 from quell.torch.engine.rules import (
@@ -65,7 +65,7 @@ class Layer:
     # calling the model: does it take its parameters once for every row (None: not known yet), which inputs are split.
     shared_inputs: dict[Way, set[int]] = field(default_factory=dict)
     row_by_row: dict[Way, bool | None] = field(default_factory=dict)
-    own_inputs: dict[Way, list[int]] = field(default_factory=dict)
+    own_inputs: dict[Way, list[int] | None] = field(default_factory=dict)
 
 
 class TappedForward(StandIn):
@@ -203,8 +203,12 @@ def _run_without_rule(engine: LayerEngine, module: nn.Module, layer: Layer, args
         return tuple(found[place] for place in made if place < len(found))  # in eval mode there may be fewer
 
     def rule(module: nn.Module, inputs: Any, gradients: Any, rows: int) -> Any:
-        shared.update(_shared_inputs(engine, inputs, len(gradients[0])))  # only now, in loops that call parts
-        _tell_apart(engine, module, here, layer.shared_inputs[way], partial(call, {}), inputs, len(gradients[0]))
+        examples, before = len(gradients[0]), layer.own_inputs.get(here)
+        shared.update(_shared_inputs(engine, inputs, examples))  # only now, in loops that call parts
+        trained = [engine.params[name] for name in layer.trained.values()]
+        layer.own_inputs[here] = own_inputs(
+            engine, module, engine.called(module), trained, partial(call, {}), inputs, shared, examples, before
+        )
         with in_a_sentence(f"making per-example gradients of {engine.called(module)} by torch.func", _NOT_MAPPED):
             own = {name: p.detach() for name, p in module.named_parameters() if name in layer.trained}
             return engine.unwatched(lambda: list(by_torch_func(own, call, inputs, shared, gradients, rows)))
@@ -236,41 +240,43 @@ def is_buffer(model: nn.Module, value: Tensor) -> bool:
     return value.untyped_storage().data_ptr() in {held.untyped_storage().data_ptr() for held in model.buffers()}
 
 
-def _tell_apart(
-    engine: LayerEngine,
+def own_inputs(
+    engine: Engine,
     module: nn.Module,
-    way: Way,
+    called: str,
+    parameters: Iterable[nn.Parameter],
+    call: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Any],
     shared: set[int],
-    call: Callable[..., Any],
-    inputs: Sequence[Tensor],
     examples: int,
-) -> None:
-    """Refuse inputs of which one may be shared by all examples, and be as long as they are many by chance.
+    before: list[int] | None,
+) -> list[int] | None:
+    """Which inputs are split into rows, if that was looked at: now, or `before` for calls of the same kind.
 
-    With some rows alone of all that are split, the outputs of these examples must stay the same. Each way of calling a
-    layer is looked at, and each batch that is as long as what all examples shared before.
+    Refuses inputs of which one may be shared by all examples, and be as long as they are many by chance: with some rows
+    alone of all that are split, what `call` makes of these examples must stay the same. Each way of calling is looked
+    at, and each batch that is as long as what all examples shared before.
     """
-    layer = engine.layers[id(module)]
     as_long = [place for place, value in enumerate(inputs) if has_rows(value, examples)]
     split = [place for place in as_long if place not in shared]
     in_doubt = any(place not in split and not is_buffer(engine.model, inputs[place]) for place in as_long)
-    if examples < 2 or (layer.own_inputs.get(way) == split and not in_doubt):
-        return
+    if examples < 2 or (before == split and not in_doubt):
+        return before
 
-    def outputs(rows: slice) -> Any:
+    def outputs(rows: slice) -> Sequence[Tensor]:
         cut = [value[rows] if place in split else value for place, value in enumerate(inputs)]
-        return engine.unwatched(partial(call, *cut))
+        made: Sequence[Tensor] = engine.unwatched(partial(call, *cut))
+        return made
 
-    own = [engine.params[name] for name in layer.trained.values()]
-    if not follow_the_batch(module, own, outputs, examples, sure=in_doubt or len(split) > 1):
+    if not follow_the_batch(module, parameters, outputs, examples, sure=in_doubt or len(split) > 1):
         if in_doubt or len(split) < 2:
-            raise QuellError(f"{engine.called(module)} makes something else of some rows alone: {NOT_ROWS}")
+            raise QuellError(f"{called} makes something else of some rows alone: {NOT_ROWS}")
         raise QuellError(
-            f"{layer.name} gets {len(split)} inputs of {examples} rows, and without their last ones other outputs "
-            "change: one may be shared by all examples and be as long as the first batch by chance; give what is "
-            "shared a first dimension of 1 (mask[None]), or keep it in the model as a buffer"
+            f"{called} gets {len(split)} inputs of {examples} rows, and without their last ones other outputs change: "
+            "one may be shared by all examples and be as long as the first batch by chance; give what is shared a "
+            "first dimension of 1 (mask[None]), or keep it in the model as a buffer"
         )
-    layer.own_inputs[way] = split
+    return split
 
 
 def _row_by_row(engine: LayerEngine, module: nn.Module, layer: Layer) -> dict[str, Tensor]:

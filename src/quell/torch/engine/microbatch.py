@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +23,10 @@ from quell.torch.autocast import Autocast
 from quell.torch.checks import in_a_sentence
 from quell.torch.clip_norms import Bounds, ClipNorm
 from quell.torch.clipping import Clipped, sum_clipped
-from quell.torch.coupling import follow_the_batch
 from quell.torch.engine.base import Engine, StandIn, is_differentiable
 from quell.torch.engine.bounds import norm_of
-from quell.torch.engine.forward import is_buffer, kind_of
-from quell.torch.engine.rules import NOT_ROWS, has_rows, pulled_back
+from quell.torch.engine.forward import Way, is_buffer, kind_of, own_inputs
+from quell.torch.engine.rules import pulled_back
 from quell.torch.random_states import kept_states, own_states
 
 _NOT_MAPPED = (
@@ -90,7 +88,7 @@ class MicrobatchEngine(Engine):
         self._plain_forward: Callable[..., Any] = model.forward
         self._open: Pass | None = None
         self._shared: set[tuple[str, int]] = set()  # places of arguments that all examples were seen to share
-        self._followed: set[Any] = set()  # places that were seen to follow the batch together
+        self._split: dict[Way, list[int] | None] = {}  # for each way of calling the model, which follow the batch
         model.forward = CutForward(self, model.forward)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
@@ -99,7 +97,7 @@ class MicrobatchEngine(Engine):
         self.flush()
         inputs = self._inputs(args, kwargs)
         with torch.no_grad():
-            self._require_rows(inputs)
+            self._require_rows(inputs, kind_of(args, kwargs))
             return self._cut(self._outputs(inputs, args, kwargs), inputs)
 
     def _inputs(self, args: Any, kwargs: Any) -> Inputs:
@@ -116,36 +114,19 @@ class MicrobatchEngine(Engine):
         mapped = [place for place in tensors if (way, place) not in self._shared]
         return Inputs(values, structure, mapped, examples, own_states(), Autocast.now(self.device.type))
 
-    def _require_rows(self, inputs: Inputs) -> None:
-        """Refuse a first batch in which something that all examples share is as long as the batch.
+    def _require_rows(self, inputs: Inputs, way: Way) -> None:
+        """Refuse a first batch, of each way of calling the model, in which what all examples share is as long as it."""
 
-        With some rows alone, the outputs of these examples must stay the same. A model that is called in several ways
-        has a first batch of each, and each batch is looked at that is as long as what all examples shared before.
-        """
-        way, examples = (*kind_of(inputs.values, {}), str(inputs.structure), *inputs.mapped), inputs.examples
-        shared = [v for place, v in enumerate(inputs.values) if (str(inputs.structure), place) in self._shared]
-        in_doubt = any(has_rows(v, examples) and not is_buffer(self.model, v) for v in shared)
-        if examples < 2 or (way in self._followed and not in_doubt):
-            return
-        sure, plainly = in_doubt or len(inputs.mapped) > 1, partial(self._plainly, inputs)
-        if not follow_the_batch(self.model, self.params.values(), plainly, examples, sure):
-            if in_doubt or len(inputs.mapped) < 2:
-                raise QuellError(f"the model makes something else of some rows alone: {NOT_ROWS}")
-            raise QuellError(
-                f"the model was given several tensors of {inputs.examples} rows, and without their last ones other "
-                "outputs change: one may be shared by all examples and be as long as the first batch by chance; give "
-                "it a first dimension of 1 (mask[None]), or keep it in the model as a buffer"
-            )
-        self._followed.add(way)
+        def call(*values: Any) -> list[Tensor]:
+            args, kwargs = pytree.tree_unflatten(values, inputs.structure)
+            made = pytree.tree_leaves(self._plain_forward(*args, **kwargs))
+            return [v for v in made if isinstance(v, Tensor) and v.is_floating_point()]
 
-    def _plainly(self, inputs: Inputs, rows: slice) -> list[Tensor]:
-        """The outputs of some examples alone."""
-        values = list(inputs.values)
-        for place, value in zip(inputs.mapped, inputs.of(rows), strict=True):
-            values[place] = value
-        args, kwargs = pytree.tree_unflatten(values, inputs.structure)
-        made = pytree.tree_leaves(self._plain_forward(*args, **kwargs))
-        return [v for v in made if isinstance(v, Tensor) and v.is_floating_point()]
+        shared = set(range(len(inputs.values))).difference(inputs.mapped)
+        own, before = self.params.values(), self._split.get(way)
+        self._split[way] = own_inputs(
+            self, self.model, "the model", own, call, inputs.values, shared, inputs.examples, before
+        )
 
     def _outputs(self, inputs: Inputs, args: Any, kwargs: Any) -> Any:
         if not inputs.examples:
