@@ -7,7 +7,7 @@ again, and only the loss is probed. It costs eleven passes without gradient for 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from quell.torch.distributed import gather
 from quell.torch.nested import tensors_in
 from quell.torch.random_states import kept_states, own_states
 from quell.torch.sharding import any_sharded
-from quell.torch.tape import Tape
+from quell.torch.tape import Tape, nodes_behind
 
 BATCHES = 3  # so many are probed
 EXAMPLES = 8  # of each, so that the probe takes little memory beside the loop's own
@@ -164,8 +164,10 @@ class Probe:
 
     def _refuse_strangers(self, tape: Tape) -> None:
         """A trainable tensor that is not the model's; the model's own parameters are the engine's to refuse."""
+        assert tape.loss is not None
         own = {id(parameter) for parameter in self.model.parameters()}
-        for node in _nodes(tape):
+        own |= {id(value) for entry in tape.entries if entry.model for value in entry.made}
+        for node in nodes_behind([tape.loss], tape.model_nodes):
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 self._failed = f"the loss uses {node.name()}, whose own backward pass cannot be followed"
             leaf = getattr(node, "variable", None)
@@ -175,18 +177,3 @@ class Probe:
                     "be trained without clipping and noise: make it a parameter of the model, and let the optimizer "
                     "hold it, or detach it"
                 )
-
-
-def _nodes(tape: Tape) -> Iterator[Any]:
-    """What autograd would come to from the loss, other than through the model's outputs; leaves are trainable."""
-    assert tape.loss is not None
-    outputs = {id(value) for entry in tape.entries if entry.model for value in entry.made}
-    waiting: list[Any] = [tape.loss.grad_fn]
-    seen: set[Any] = {None, *tape.model_nodes}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            if not hasattr(node, "variable") or id(node.variable) not in outputs:
-                yield node
-            waiting += [before for before, _ in node.next_functions]

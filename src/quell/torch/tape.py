@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -294,6 +294,18 @@ class Tape:
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
         ]
+
+
+def nodes_behind(values: Iterable[Tensor], known: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes that autograd comes to from the values, other than through those that are known."""
+    waiting: list[Any] = [value.grad_fn for value in values]
+    seen: set[Any] = {None, *known}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
 
 
 def _places(values: Any) -> set[Any]:

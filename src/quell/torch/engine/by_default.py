@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from quell.torch.engine.attributes import Contents
 from quell.torch.engine.base import is_differentiable
 from quell.torch.random_states import host_states
+from quell.torch.tape import nodes_behind
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -82,7 +83,7 @@ class Trial:
             and not self._noting.hooks
             and all(value._version == version for value, version in self._inputs)
             and all(value is None or isinstance(value, Tensor) for value in values)
-            and not any(map(_runs_python, _nodes(tensors)))
+            and not any(map(_runs_python, nodes_behind(tensors)))
             and self._has_room(tensors)
         )
         del self._inputs, self._random, self._contents  # which may hold activations
@@ -141,18 +142,6 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _foreign(hooks: Any) -> bool:
     return bool(hooks) and not all(str(getattr(hook, "__module__", "")).startswith("quell.") for hook in hooks.values())
-
-
-def _nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """What autograd comes to from the outputs."""
-    waiting: list[Any] = [value.grad_fn for value in outputs]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [before for before, _ in node.next_functions]
 
 
 def _runs_python(node: Any) -> bool:
