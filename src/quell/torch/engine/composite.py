@@ -20,6 +20,8 @@ from quell.torch.engine.rules import Pieces, Rule, Tensors, is_trained, linear, 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
 
+Gates = Callable[[Tensor, Tensor, Tensors, Any], Tensors]  # of products with input and state, the state, the layer
+
 
 def attention(
     engine: LayerEngine,
@@ -103,8 +105,8 @@ def recurrent(
     x, lengths = pad_packed_sequence(packed, batch_first=True) if packed is not None else (inputs, None)
     if packed is None and not layer.batch_first:
         x = x.transpose(0, 1)
-    directions = 2 if layer.bidirectional else 1
-    starts = _start_states(layer, x, state)
+    directions, gates = 2 if layer.bidirectional else 1, _LAYERS[type(layer)]
+    starts = _state_parts(gates, state, x, layer.num_layers * directions, len(x), layer.hidden_size)
     ends: list[Tensors] = []
     for level in range(layer.num_layers):
         sides = []
@@ -123,29 +125,24 @@ def recurrent(
         output: Any = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     else:
         output = x if layer.batch_first else x.transpose(0, 1)
-    return output, final if layer.mode == "LSTM" else final[0]
+    return output, final if gates is _lstm else final[0]
 
 
 def _one_direction(
     engine: LayerEngine, layer: Any, suffix: str, x: Tensor, start: Tensors, lengths: Tensor | None
 ) -> tuple[Tensor, Tensors]:
-    w_in, w_state, b_in, b_state = (
-        None if (p := getattr(layer, f"{name}{suffix}", None)) is None else p.detach()
-        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    )
-    x = lowered(x)
-    assert w_in is not None
-    assert w_state is not None
-    (projected,) = engine.tapped(layer, _cell_rule("ih", suffix), (functional.linear(x, w_in, b_in),), (x,))
-    nothing = torch.zeros_like(projected)
+    gates, x = _LAYERS[type(layer)], lowered(x)
+    projected = _product(engine, layer, f"ih{suffix}", x)
+    weights = _detached(layer, f"hh{suffix}")
     before: list[Tensor] = []
     states: list[Tensor] = []
-    (marks,) = engine.tapped(layer, _state_rule(suffix, before), (nothing,), (x,))
+    rule = _state_rule(_cell_rule(f"hh{suffix}"), before)
+    (marks,) = engine.tapped(layer, rule, (torch.zeros_like(projected),), (x,))
     now = start
     for step in range(x.shape[1]):
         before.append(now[0].detach())
-        from_state = functional.linear(now[0], w_state, b_state) + marks[:, step]
-        new = _GATES[layer.mode](projected[:, step], from_state, now, layer)
+        from_state = functional.linear(now[0], *weights) + marks[:, step]
+        new = gates(projected[:, step], from_state, now, layer)
         if lengths is not None:  # shorter sequences keep their last state
             alive = (lengths > step).to(x.device)[:, None]
             new = tuple(torch.where(alive, fresh, old) for fresh, old in zip(new, now, strict=True))
@@ -157,27 +154,30 @@ def _one_direction(
 def cell(engine: LayerEngine, layer: Any, x: Tensor, state: Any = None) -> Any:
     """nn.RNNCell, nn.LSTMCell and nn.GRUCell: one step."""
     gates = _CELLS[type(layer)]
-    if state is None:
-        zeros = x.new_zeros(len(x), layer.hidden_size)
-        state = (zeros, zeros) if gates is _lstm else zeros
-    parts = tuple(state) if gates is _lstm else (state,)
-    made: list[Tensor] = []
-    for which, value in (("ih", x), ("hh", parts[0])):
-        weight, bias = (getattr(layer, f"{name}_{which}") for name in ("weight", "bias"))
-        product = functional.linear(value, weight.detach(), None if bias is None else bias.detach())
-        made += engine.tapped(layer, _cell_rule(which, ""), (product,), (value,))
-    new = gates(*made, parts, layer)
+    parts = _state_parts(gates, state, x, len(x), layer.hidden_size)
+    new = gates(_product(engine, layer, "ih", x), _product(engine, layer, "hh", parts[0]), parts, layer)
     return new if gates is _lstm else new[0]
 
 
-def _cell_rule(which: str, suffix: str) -> Rule:
-    """The rule for what a cell makes of its input ("ih") or its state ("hh"), a linear layer of other names."""
-    return partial(linear, weight=f"weight_{which}{suffix}", bias=f"bias_{which}{suffix}")
+def _product(engine: LayerEngine, layer: Any, which: str, value: Tensor) -> Tensor:
+    """What a layer makes of its input ("ih") or its state ("hh"), with a tap behind it."""
+    (made,) = engine.tapped(layer, _cell_rule(which), (functional.linear(value, *_detached(layer, which)),), (value,))
+    return made
 
 
-def _state_rule(suffix: str, before: list[Tensor]) -> Rule:
+def _detached(layer: Any, which: str) -> tuple[Tensor, Tensor | None]:
+    """The weight of such a product, and its bias."""
+    bias = getattr(layer, f"bias_{which}", None)
+    return getattr(layer, f"weight_{which}").detach(), None if bias is None else bias.detach()
+
+
+def _cell_rule(which: str) -> Rule:
+    """The rule of such a product: a linear layer of other names."""
+    return partial(linear, weight=f"weight_{which}", bias=f"bias_{which}")
+
+
+def _state_rule(plain: Rule, before: list[Tensor]) -> Rule:
     """The same for the state that each step began with, which is known when the sequence is done."""
-    plain = _cell_rule("hh", suffix)
 
     def rule(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
         return plain(layer, (torch.stack(before[: gradients[0].shape[1]], dim=1),), gradients, rows)
@@ -185,14 +185,11 @@ def _state_rule(suffix: str, before: list[Tensor]) -> Rule:
     return rule
 
 
-def _start_states(layer: Any, x: Tensor, state: Any) -> Tensors:
-    """(levels·directions, examples, width) for each part of a state, in the order of the padded examples."""
-    count = 2 if layer.mode == "LSTM" else 1
+def _state_parts(gates: Gates, state: Any, x: Tensor, *size: int) -> Tensors:
+    """The parts of a state, of which an LSTM has two, or zeros of this size."""
     if state is None:
-        levels = layer.num_layers * (2 if layer.bidirectional else 1)
-        zeros = x.new_zeros(levels, len(x), layer.hidden_size)
-        return (zeros,) * count
-    return tuple(state) if count == 2 else (state,)
+        return (x.new_zeros(size),) * (2 if gates is _lstm else 1)
+    return tuple(state) if gates is _lstm else (state,)
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -224,14 +221,11 @@ def _gru(from_input: Tensor, from_state: Tensor, state: Tensors, layer: Any) -> 
     return ((1 - update) * new + update * state[0],)
 
 
-_GATES: dict[str, Callable[..., Tensors]] = {"RNN_TANH": _rnn, "RNN_RELU": _rnn, "LSTM": _lstm, "GRU": _gru}
-
-_CELLS: dict[type[nn.Module], Callable[..., Tensors]] = {nn.RNNCell: _rnn, nn.LSTMCell: _lstm, nn.GRUCell: _gru}
+_LAYERS: dict[type[nn.Module], Gates] = {nn.RNN: _rnn, nn.LSTM: _lstm, nn.GRU: _gru}
+_CELLS: dict[type[nn.Module], Gates] = {nn.RNNCell: _rnn, nn.LSTMCell: _lstm, nn.GRUCell: _gru}
 
 COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.MultiheadAttention: attention,
-    nn.RNN: recurrent,
-    nn.LSTM: recurrent,
-    nn.GRU: recurrent,
+    **dict.fromkeys(_LAYERS, recurrent),
     **dict.fromkeys(_CELLS, cell),
 }
