@@ -127,11 +127,8 @@ def scale_gradients(x: Tensor, g: Tensor, eps: float, centred: bool) -> tuple[Te
     """(units, width) the gradients of scale and shift of a normalisation over the last dimension, unit by unit."""
     units, positions, width = x.shape
     if not take_rows(x) or width > 1 << 14:
-        x = wide(x)
-        if centred:
-            x = x - x.mean(-1, keepdim=True)
-        normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        return (normalised * g).sum(1), g.sum(1, dtype=x.dtype)
+        normalised = (functional.layer_norm if centred else functional.rms_norm)(wide(x), (width,), eps=eps)
+        return (normalised * g).sum(1), g.sum(1, dtype=normalised.dtype)
     x, g = x.contiguous(), g.contiguous()
     block = _power_of_two(width)
     parts = min(positions, max(1, 8 * _multiprocessors(x.device) // units))

@@ -83,11 +83,7 @@ def normalisation(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) ->
     g = gradients[0].reshape(x.shape)
     epsilon = _epsilon(layer)
     epsilon = torch.finfo(x.dtype).eps if epsilon is None else epsilon
-    scales, shifts = kernels.scale_gradients(x, g, epsilon, isinstance(layer, nn.LayerNorm))
-    if is_trained(layer, "weight"):
-        yield "weight", Rows(scales.view(-1, *shape))
-    if is_trained(layer, "bias"):
-        yield "bias", Rows(shifts.view(-1, *shape))
+    return _scale_and_shift(layer, *kernels.scale_gradients(x, g, epsilon, isinstance(layer, nn.LayerNorm)))
 
 
 def channel_normalisation(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> Pieces:
@@ -95,10 +91,13 @@ def channel_normalisation(layer: Any, inputs: Tensors, gradients: Tensors, rows:
     x, g = (v.flatten(2) if v.dim() > 2 else v.unsqueeze(2) for v in (inputs[0], gradients[0]))
     groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else layer.num_features
     scales, shifts = kernels.channel_scale_gradients(x, g, groups, layer.eps)
-    if is_trained(layer, "weight"):
-        yield "weight", Rows(added(scales, rows))
-    if is_trained(layer, "bias"):
-        yield "bias", Rows(added(shifts, rows))
+    return _scale_and_shift(layer, added(scales, rows), added(shifts, rows))
+
+
+def _scale_and_shift(layer: Any, scales: Tensor, shifts: Tensor) -> Pieces:
+    for name, values in (("weight", scales), ("bias", shifts)):
+        if is_trained(layer, name):
+            yield name, Rows(values.view(-1, *layer.weight.shape))
 
 
 def by_torch_func(
