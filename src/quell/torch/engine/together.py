@@ -98,18 +98,15 @@ def sums_of(pieces: Sequence[Piece], weights: Tensor) -> list[Tensor]:
     """
     if len(weights) <= IN_A_ROW:
         return [total.view(-1) for total in _sums_of(pieces, weights)]
-    by_kernel = [_takes_care(piece) for piece in pieces]
-    rows = iter(_sums_of([piece for piece, whole in zip(pieces, by_kernel, strict=True) if whole], weights))
-    others = [piece for piece, whole in zip(pieces, by_kernel, strict=True) if not whole]
-    sums: list[Tensor] = []
+    at_once = [place for place, piece in enumerate(pieces) if _takes_care(piece)]
+    by_few = [place for place in range(len(pieces)) if place not in at_once]
+    sums = dict(zip(at_once, _sums_of([pieces[place] for place in at_once], weights), strict=True))
     for first in range(0, len(weights), IN_A_ROW):
         some = slice(first, first + IN_A_ROW)
-        made = _sums_of([piece.of(some) for piece in others], weights[some])
-        sums = sums or [torch.zeros(each.numel(), dtype=torch.float64, device=each.device) for each in made]
-        for total, each in zip(sums, made, strict=True):
-            total.add_(each.view(-1))
-    rest = iter(sums)
-    return [(next(rows) if whole else next(rest)).view(-1) for whole in by_kernel]
+        made = _sums_of([pieces[place].of(some) for place in by_few], weights[some])
+        for place, part in zip(by_few, made, strict=True):
+            sums[place] = sums[place].add_(part) if place in sums else part.double()
+    return [sums[place].view(-1) for place in range(len(pieces))]
 
 
 def _takes_care(piece: Piece) -> bool:
