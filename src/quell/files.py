@@ -139,8 +139,13 @@ def _without_waiting(path: str, flags: int) -> int:
 def keep_name(path: Path) -> None:
     """Let the name of a file that was just made or moved survive a crash, as what was synced inside of it does."""
     if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        onto_disk(path.parent)
+
+
+def onto_disk(path: Path) -> None:
+    """Let what was written to a file, or the names in a folder, survive a crash."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from quell.errors import QuellError
-from quell.files import keep_name
+from quell.files import keep_name, onto_disk
 from quell.torch.distributed import world
 
 _LIST = "quell.json"
@@ -61,10 +61,10 @@ def mark_whole(folder: Path) -> None:
     """All files of a checkpoint are written."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _LIST]
     for path in files:
-        _onto_disk(path)
+        onto_disk(path)
     new = folder / f"{_LIST}.new"
     new.write_text(json.dumps({str(path.relative_to(folder)): path.stat().st_size for path in files}), encoding="utf-8")
-    _onto_disk(new)
+    onto_disk(new)
     os.replace(new, folder / _LIST)
     keep_name(folder / _LIST)
 
@@ -120,11 +120,3 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)  # optimizer states can hold noise
-
-
-def _onto_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
