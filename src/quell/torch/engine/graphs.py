@@ -275,7 +275,7 @@ class Recording:
         """The outputs for these inputs; None where a replay's are not those of the model."""
         torch._foreach_copy_(self._tensors, [value for value in leaves if isinstance(value, Tensor)])
         self.replays += 1
-        compared = _is_compared(self.replays)
+        compared = self.replays.bit_count() == 1 or self.replays % _COMPARED == 0
         before = own_states() if compared else {}
         usual = self._as_usual(*pytree.tree_unflatten(leaves, structure)) if compared else None
         made = _Replay.apply(self, self.engine.anchor)
@@ -462,10 +462,6 @@ def _agree(replayed: Any, usual: Any) -> bool:
     other = replayed.detach() != usual
     share = _APART_IN_HALF if usual.element_size() < 4 else _APART
     return not bool(differ(replayed.detach()[other], usual[other], share).any())
-
-
-def _is_compared(number: int) -> bool:
-    return number.bit_count() == 1 or number % _COMPARED == 0
 
 
 def _place(value: Tensor) -> int:

@@ -208,7 +208,8 @@ class MicrobatchEngine(Engine):
 
         def micro_batches() -> Iterator[dict[str, Tensor]]:
             with kept_states(inputs.random_state):
-                for some in self._micro_batches(inputs):
+                for first in range(0, inputs.examples, self.size):
+                    some = slice(first, first + self.size)
                     made = per_example(params, *(g[some] for g in gradients), *inputs.of(some))
                     for name, scale in self.scales.items():
                         made[name] = made[name].float() * scale.entries.view(params[name].shape)
@@ -216,9 +217,6 @@ class MicrobatchEngine(Engine):
 
         with torch.no_grad(), in_a_sentence("the gradient of one example, by torch.func.vmap,", _NOT_MAPPED):
             return sum_clipped(micro_batches(), params, self.bounds)
-
-    def _micro_batches(self, inputs: Inputs) -> list[slice]:
-        return [slice(first, first + self.size) for first in range(0, inputs.examples, self.size)]
 
     def _detached(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.params.items()}
