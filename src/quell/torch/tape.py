@@ -65,31 +65,23 @@ def _numeric(value: Any) -> Any:
     return _Float(value) if type(value) is float else _Integer(value) if type(value) is int else value
 
 
-def _operation(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[[Any, Any], Any]:
-    def of_numbers(self: Any, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
+def _operation(function: Callable[..., Any], reflected: bool = False) -> Callable[..., Any]:
+    def of_numbers(self: Any, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
-        pair = (other, self) if reflected else (self, other)
-        made = function(*(value.real for value in pair))  # of the plain numbers
-        return made if Tape.running is None else Tape.running.note(function, pair, {}, _numeric(made))
+        given = (*others, self) if reflected else (self, *others)
+        made = function(*(value.real for value in given))  # of the plain numbers
+        return made if Tape.running is None else Tape.running.note(function, given, {}, _numeric(made))
 
     return of_numbers
 
 
-def _of_itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_number(self: Any, *digits: int) -> Any:
-        made = function(self.real, *digits)
-        return made if Tape.running is None else Tape.running.note(function, (self, *digits), {}, _numeric(made))
-
-    return of_number
-
-
 for _kind in (_Float, _Integer):
     for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-        setattr(_kind, f"__{_name}__", _operation(getattr(operator, _name), False))
-        setattr(_kind, f"__r{_name}__", _operation(getattr(operator, _name), True))
+        setattr(_kind, f"__{_name}__", _operation(getattr(operator, _name)))
+        setattr(_kind, f"__r{_name}__", _operation(getattr(operator, _name), reflected=True))
     for _function in (operator.neg, operator.pos, abs, round):
-        setattr(_kind, f"__{_function.__name__}__", _of_itself(_function))
+        setattr(_kind, f"__{_function.__name__}__", _operation(_function))
 
 
 @dataclass(eq=False)
