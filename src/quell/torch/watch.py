@@ -91,16 +91,15 @@ class Watch:
         interval.norms += norms
         if self._file is not None or self._sharded:
             interval.squares.append(self._square(released))
-        if self._due is not None and self._due.squares.arrived:
-            self._write()
-        if run.step % self.log.every == 0 or run.step == run.noise.steps:
+        last = run.step == run.noise.steps
+        if last or run.step % self.log.every == 0:
             self._write()  # at the latest now, although the host may have to wait
             self._finish(interval)
             self._interval = Interval()
-            if run.step == run.noise.steps:
-                self.close()
-            elif self._due is not None and self._due.squares.arrived:
-                self._write()  # on a CPU: a crash loses nothing
+        if self._due is not None and self._due.squares.arrived:  # on a CPU at once: a crash loses nothing
+            self._write()
+        if last:
+            self.close()
 
     def close(self) -> None:
         """Write the row that waits, and let go of the files."""
