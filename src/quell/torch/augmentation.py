@@ -105,9 +105,8 @@ class Augmentation:
             return value
         if not value.dim() or len(value) != len(stays):
             return value.clone()
-        source = torch.arange(len(stays)) + torch.where(stays, 0, self.rows)
-        source = torch.where(source < len(stays), source, torch.arange(len(stays)) - self.rows)
-        return value[source.to(value.device)]
+        own = stays.to(value.device).view(-1, *[1] * (value.dim() - 1))
+        return torch.where(own, value, value.roll(-self.rows, 0))
 
     def _require_apart(self, made: Any, again: Any, stays: Tensor) -> None:
         for first, second in zip(leaves(made), leaves(again), strict=True):
