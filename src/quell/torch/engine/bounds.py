@@ -61,10 +61,6 @@ class Allowance:
         rate, unit = max(self.rate, other.rate), max(self.unit, other.unit)
         return Allowance(self.size + other.size, positions, rate, unit, self.square + other.square)
 
-    def __mul__(self, scale: Tensor) -> Allowance:
-        square = self.square * scale.square() if isinstance(self.square, Tensor) else self.square  # the number is 0
-        return replace(self, size=self.size * scale, square=square)
-
 
 def stacked(allowed: Sequence[Allowance]) -> Allowance:
     """Several of one kind as one, with (layers, units) in the place of (units,)."""

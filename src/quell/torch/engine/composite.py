@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from quell.errors import QuellError
 from quell.torch.autocast import lowered
-from quell.torch.engine.pieces import Outer, Rows, Stacked, kept
+from quell.torch.engine.pieces import Outer, Rows, Stacked
 from quell.torch.engine.rules import Pieces, Rule, Tensors, is_trained, linear, positions, summed
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ def _projections(layer: Any, inputs: Tensors, gradients: Tensors, rows: int) -> 
     gs = [positions(g, rows) for g in gradients]
     if is_trained(layer, "in_proj_weight"):
         pairs = zip(gs, (positions(x, rows) for x in inputs), strict=True)
-        shape = layer.out_proj.weight.shape
-        yield "in_proj_weight", Stacked([kept(Outer(g, a.to(g.dtype)), shape) for g, a in pairs])
+        yield "in_proj_weight", Stacked([Outer(g, a.to(g.dtype)) for g, a in pairs])
     if is_trained(layer, "in_proj_bias"):
         yield "in_proj_bias", Rows(torch.cat([summed(g).values for g in gs], dim=1))
 

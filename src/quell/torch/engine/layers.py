@@ -31,7 +31,7 @@ from quell.torch.engine.base import Engine
 from quell.torch.engine.bounds import full_precision, norm_of
 from quell.torch.engine.check import FirstBatch, Pass
 from quell.torch.engine.forward import Layer, TappedForward, kind_of, layers_to_tap, other_rows
-from quell.torch.engine.pieces import Piece, Rows
+from quell.torch.engine.pieces import Piece, Rows, kept
 from quell.torch.engine.rules import Rule
 from quell.torch.engine.scales import scaled
 from quell.torch.engine.shared import tap_shared
@@ -217,7 +217,8 @@ class LayerEngine(Engine):
         with torch.autocast(kind, enabled=False) if lowered else nullcontext():
             for name, piece in rule(module, inputs, gradients, self.rows_per_unit):
                 if name in trained:
-                    found[trained[name]].append(piece)
+                    whose = trained[name]
+                    found[whose].append(piece if self.scales else kept(piece, self.params[whose].shape))
 
     def _require_current(self, called: Callable[[], str], made_at: int, used: bool) -> None:
         if made_at != self.collected:

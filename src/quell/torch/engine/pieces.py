@@ -201,15 +201,21 @@ def whole(part: Outer, out: Tensor | None = None) -> Tensor:
     return torch.bmm(part.g.transpose(1, 2), part.a, out=out)
 
 
-def kept(piece: Outer, shape: torch.Size) -> Piece:
+def kept(piece: Piece, shape: Sequence[int]) -> Piece:
     """The piece, or its per-unit gradients where those take less memory than what they are made from.
 
     Which one it is depends on the longest unit of the batch. So gradients are kept in float32: rounded to bfloat16 they
-    would change with it, by up to 2⁻⁹ of each.
+    would change with it, by up to 2⁻⁹ of each. For the same reason nothing is kept that is scaled later: what norms are
+    raised by is a sum over positions, which kept gradients do not know any more.
     """
+    if isinstance(piece, Stacked):
+        part = shape[0] // len(piece.parts), *shape[1:]
+        return Stacked([kept(each, part) for each in piece.parts])
+    if not isinstance(piece, Outer):
+        return piece
     size = piece.g.element_size()
     held = (piece.g.numel() + piece.a.numel()) * size * (_WORTH_MEMORY if kernels.take(piece.g) else 1)
-    if piece.positions > 1 and shape.numel() * piece.units * max(4, size) <= held:
+    if piece.positions > 1 and math.prod(shape) * piece.units * max(4, size) <= held:
         return Rows(piece.flat.view(-1, *shape), piece.allowed)
     return piece
 

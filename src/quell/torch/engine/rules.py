@@ -20,7 +20,7 @@ from quell.errors import QuellError
 from quell.torch.engine import kernels
 from quell.torch.engine.bounds import wide, wide_type
 from quell.torch.engine.patches import Patches, Window
-from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens, kept
+from quell.torch.engine.pieces import Outer, Piece, Rows, Tokens
 from quell.torch.random_states import kept_states
 from quell.torch.sharding import is_sharded
 from quell.torch.standardised import StandardisedConv2d, brought_back
@@ -43,7 +43,7 @@ def linear(
     g = positions(gradients[0], rows)
     if is_trained(layer, weight):
         a = positions(inputs[0], rows).to(g.dtype)
-        yield weight, kept(Outer(a, g) if transposed else Outer(g, a), getattr(layer, weight).shape)
+        yield weight, Outer(a, g) if transposed else Outer(g, a)
     if is_trained(layer, bias):
         yield bias, summed(g)
 

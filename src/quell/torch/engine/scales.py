@@ -66,8 +66,8 @@ def scaled(piece: Piece, scale: Scale) -> Piece:
     """The piece of S∘gradient."""
     r, c = scale.rows, scale.columns
     if isinstance(piece, Rows):
-        usual = scale.entries.square().mean().sqrt()  # each position's own would need what the rows were made of
-        return Rows(wide(piece.flat) * scale.entries, None if piece.allowed is None else piece.allowed * usual)
+        assert piece.allowed is None  # each position's own scale would need what the rows were made of
+        return Rows(wide(piece.flat) * scale.entries)
     if isinstance(piece, (Outer, Tokens, Tied)):
         return Scaled(piece, scale)
     if isinstance(piece, Patches):  # makes its gradients a few units at a time
