@@ -10,7 +10,7 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from quell.noise.audit import audit
 from quell.torch import CorrelatedNoise, make_private
@@ -288,6 +288,39 @@ def test_empty_batches_still_get_their_noise(clipping):
             torch.nn.functional.cross_entropy(other(x), y).backward()
         optimizer.step()
     assert optimizer.run.step == plan.run.steps_per_epoch
+
+
+class NeedsRows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x):
+        return self.layers(x.reshape(len(x), 2, -1).flatten(1))  # which torch refuses without rows
+
+
+@pytest.mark.parametrize("collated", [False, True])
+def test_a_batch_of_nobody_has_a_row_that_counts_for_nobody(collated):
+    """Models and losses need no care for it, also where a loop makes several backward passes, or none."""
+    plan, seen = without_noise(unpriced_poisson_plan()), 0
+    data = DataLoader(examples(12), collate_fn=lambda rows: default_collate(rows)) if collated else examples(12)
+    model = NeedsRows()
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(0, 6))
+    model, optimizer, loader = make_private(model, sgd(model), data, plan, key=seeded(1))
+    for _ in range(plan.epochs):
+        for step, (x, y) in enumerate(loader):
+            nobody = not optimizer.run.unfinished.received.examples
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            for _ in range(step % 3 if nobody else 1):
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if nobody:
+                assert len(x) == 1
+                torch.testing.assert_close(before, list(model.parameters()), rtol=0, atol=1e-20)
+                seen |= 1 << step % 3
+    assert seen == 7
 
 
 @pytest.mark.parametrize("clipping", MODES)

@@ -85,9 +85,8 @@ def test_batches_of_every_kind_are_filled_and_emptied(kind):
         data = DataLoader(examples(12), collate_fn=Structured(kind))
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        model, optimizer, loader = make_private(
-            model, optimizer, data, plan, 0.3, key=seeded(3), fixed_shape=fixed, loss_reduction="sum"
-        )
+        options = {"fixed_shape": fixed, "clipping": "layers" if fixed else "microbatch", "loss_reduction": "sum"}
+        model, optimizer, loader = make_private(model, optimizer, data, plan, 0.3, key=seeded(3), **options)
         made = type(KINDS[kind][0]([("x", torch.ones(1)), ("y", torch.ones(1))]))
         for batch in loader:
             assert type(batch) is made

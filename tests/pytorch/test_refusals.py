@@ -344,7 +344,8 @@ def test_a_collate_function_that_cannot_be_empty():
     data = TensorDataset(*examples(12).tensors)
     loader = DataLoader(data, collate_fn=lambda rows: "text")
     model = network()
-    _, _, loader = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = make_private(model, optimizer, loader, plan, clipping="microbatch")
     with pytest.raises(QuellError, match="cannot be made of str"):
         loader.collate_fn([])
 

@@ -1,7 +1,8 @@
 """The plan's batches as a DataLoader: who is in a batch is decided by the plan's sampling scheme and the run's key.
 
 Each rank computes the whole batch and takes its share, so batches do not depend on the world size. Iterating gives the
-rest of the epoch that the optimizer is in; a batch, or one rank's share of it, may be empty.
+rest of the epoch that the optimizer is in. Nobody may be in a batch, or in one rank's share of it: then it has a row
+that counts for nobody, or none.
 """
 
 from __future__ import annotations
@@ -196,8 +197,8 @@ class PlannedSampler(Sampler[Any]):
 
     Whoever starts it starts the due step anew. Portions count as received when they are drawn, unless a loader of ours
     has workers. Those of another loader, such as the one that Opacus's BatchMemoryManager makes, cannot fetch ahead.
-    Where a portion is `never_empty`, one without examples has one that counts for nobody: the ranks of a sharded model
-    run it together.
+    Where a portion is `never_empty`, one without examples has one that counts for nobody: many models cannot run on no
+    rows, and the ranks of a sharded model run it together.
     """
 
     def __init__(

@@ -208,7 +208,8 @@ def make_private(
         require_agreement({**run.settings(), **own})
         if fixed_shape is None and (clipping == "microbatch" or not next(iter(params.values())).is_cuda):
             fixed_shape = False
-        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment, sharded)
+        filled = clipping == "layers"  # batches of nobody too, because many models cannot run on no rows
+        loader = PlannedLoader(data, run, physical_batch_size, rows_per_example, fixed_shape, augment, filled)
         if canaries:
             run.planted = PlantedCanaries(run, params.values(), canaries)
         scales = SecondMoments(optimizer, params).scales if scale_gradients else {}

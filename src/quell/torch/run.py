@@ -209,7 +209,7 @@ class TrainingRun:
             )
         if examples != due.examples:
             raise QuellError(_other_examples(examples, due, self.batches.unit))
-        if due.filled_to is not None and self.unfinished.units != due.filled_to:
+        if due.filled_to is not None and due.examples and self.unfinished.units != due.filled_to:
             raise QuellError(
                 f"the gradients are those of {self.unfinished.units:,} rows, but {_named(due)} was filled up to "
                 f"{due.filled_to:,}, of which the first are the examples: train on every row of it, in order, or pass "
@@ -224,6 +224,8 @@ class TrainingRun:
         due, before = self.unfinished.received, self.unfinished.units
         if due is None or due.filled_to is None:
             return units
+        if not due.examples:
+            return 0
         if before or units != due.filled_to:
             raise QuellError(
                 f"a backward pass came for {units:,} of the {due.filled_to:,} places of a filled batch: which are "
