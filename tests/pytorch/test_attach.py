@@ -78,6 +78,9 @@ def test_sums_that_cannot_be_clipped_gradients_are_refused(plan):
         optimizer.take({name: value for name, value in sums.items() if name != "0.bias"}, len(x))
     with pytest.raises(QuellError, match=r"0\.bias is torch\.bfloat16"):
         optimizer.take({**sums, "0.bias": sums["0.bias"].bfloat16()}, len(x))
+    with pytest.raises(QuellError, match=r"of 0 examples.*call optimizer\.take\(\)"):
+        optimizer.step()
+    x, _ = next(iter(loader))
     optimizer.take(sums, len(x) - 1)
     with pytest.raises(QuellError, match="the gradients are those of 7 examples"):
         optimizer.step()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from quell.errors import QuellError
 from quell.torch import CorrelatedNoise, PlanMismatchWarning, make_private
@@ -20,10 +20,10 @@ MODES = ["layers", "microbatch"]
 criterion = nn.functional.cross_entropy
 
 
-def private(plan, clipping="layers", model=None, **options):
+def private(plan, clipping="layers", model=None, data=None, **options):
     model = model or network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return make_private(model, optimizer, examples(), plan, clipping=clipping, **options)
+    return make_private(model, optimizer, data or examples(), plan, clipping=clipping, **options)
 
 
 def one_step(model, optimizer, batch):
@@ -145,8 +145,33 @@ def test_gradients_that_were_not_zeroed(clipping, plan):
 def test_no_backward_pass(clipping, plan):
     model, optimizer, loader = private(plan, clipping)
     model(next(iter(loader))[0])
-    with pytest.raises(QuellError, match=r"of 0 examples.*call backward\(\) once"):
+    with pytest.raises(QuellError, match=r"of 0 examples.*call zero_grad\(\) before backward\(\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("clipping", MODES)
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_two_steps_on_one_batch(clipping, zeroed, plan):
+    model, optimizer, loader = private(plan, clipping)
+    one_step(model, optimizer, next(iter(loader)))
+    if zeroed:
+        optimizer.zero_grad()
+    with pytest.raises(QuellError, match=r"step\(\) (was called twice|once for each of its batches)"):
+        optimizer.step()
+
+
+def test_a_collate_function_that_makes_several_rows_of_an_item(plan):
+    data = DataLoader(examples(), collate_fn=lambda items: default_collate([each for each in items for _ in range(2)]))
+    model, optimizer, loader = private(plan, data=data)
+    with pytest.raises(QuellError, match=r"of 16 examples, but .* has 8: .*rows_per_example="):
+        one_step(model, optimizer, next(iter(loader)))
+
+
+def test_evaluating_on_the_private_loader(plan):
+    _, _, loader = private(plan)
+    with pytest.raises(QuellError, match="To evaluate, use a DataLoader of your own"):
+        for _ in loader:
+            pass
 
 
 @pytest.mark.parametrize("clipping", MODES)

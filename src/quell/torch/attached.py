@@ -113,6 +113,7 @@ class GivenSums(Engine):
 
     clipping, clips = "given", False
     if_not_clipped = "clip every example's gradient before adding up"
+    if_none_came = "call optimizer.take() before optimizer.step(), and zero_grad() before both"
 
     def flush(self) -> None:
         """Nothing waits: sums are handed over ready."""

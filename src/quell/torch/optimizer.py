@@ -124,7 +124,7 @@ class PrivateOptimizer(Optimizer):
             self.run.require_same_rates([_rate(group) for group in self.param_groups])
             self.clip_and_accumulate()
             skips = self.run.unfinished.skips
-            if (skips and skips.pop(0)) or not self.run.settle():
+            if (skips and skips.pop(0)) or not self.run.settle(self._engine.if_none_came):
                 return False
             self._warn_about_schedule()
             if self.run.step == self.run.noise.steps - 1:
@@ -327,6 +327,10 @@ class PrivateOptimizer(Optimizer):
             raise QuellError(
                 "a GradScaler scales the loss, and with it what clipping sees: use bfloat16 autocast, which needs no "
                 "scaler"
+            )
+        if self._used and self.run.unfinished.received is None:
+            raise QuellError(
+                "optimizer.step() was called twice for one batch: call it once for each batch of the loader"
             )
         if self._used:
             raise QuellError(

@@ -177,8 +177,9 @@ class TrainingRun:
             self.restart_step()
             raise QuellError(
                 f"{_named(portion)} was asked for before optimizer.step() was called for {_named(waiting)}: take one "
-                "step for every batch, in order, also when the loss looks wrong; list(loader), prefetching and "
-                f"accumulating over batches break this. {_SMALLER_PARTS}"
+                "step for every batch, in order, also when the loss looks wrong. To evaluate, use a DataLoader of your "
+                "own over the data. list(loader), prefetching and accumulating over batches do not work. "
+                f"{_SMALLER_PARTS}"
             )
         if (portion.step, portion.number) != (self.step, self.unfinished.parts):
             due = f"part {self.unfinished.parts + 1} of step {self.step:,}"
@@ -199,16 +200,19 @@ class TrainingRun:
             )
         self.unfinished.rates = rates
 
-    def settle(self) -> bool:
-        """Check that a step's gradients are those of the batch that is due; whether this closes the step."""
+    def settle(self, nothing_came: str) -> bool:
+        """Check that a step's gradients are those of the batch that is due; whether this closes the step.
+
+        `nothing_came` says what to do if there are none.
+        """
         due, examples = self.unfinished.received, self.unfinished.examples
         if due is None:
             raise QuellError(
                 "optimizer.step() was called without a batch of the plan: iterate over the loader that make_private "
-                "returned, and take one step per batch"
+                "returned, and call step() once for each of its batches"
             )
         if examples != due.examples:
-            raise QuellError(_other_examples(examples, due, self.batches.unit))
+            raise QuellError(_other_examples(examples, due, self.batches.unit, nothing_came))
         if due.filled_to is not None and due.examples and self.unfinished.units != due.filled_to:
             raise QuellError(
                 f"the gradients are those of {self.unfinished.units:,} rows, but {_named(due)} was filled up to "
@@ -267,22 +271,17 @@ def _named(portion: Portion) -> str:
     return f"the batch of step {portion.step:,}{part}"
 
 
-def _other_examples(examples: int, due: Portion, unit: str) -> str:
+def _other_examples(examples: int, due: Portion, unit: str, nothing_came: str) -> str:
     found = f"the gradients are those of {examples:,} {unit}s, but {_named(due)} has {due.examples:,}: "
     if not examples:
-        return found + (
-            "call model.train() (in eval mode gradients are not clipped, so they do not count), compute the loss from "
-            "this model's output, and call backward() once before optimizer.step()"
-        )
+        return found + nothing_came
     if examples > due.examples:
-        found += (
-            "a forward and backward pass too many since the last step; compute accuracies under torch.no_grad() or in "
-            f"model.eval(). {_SMALLER_PARTS} "
+        return found + (
+            "take one backward pass per step, on the batch from make_private's loader (compute accuracies under "
+            "torch.no_grad()). A collate function must return one row per item: for several rows of an example pass "
+            f"rows_per_example= to make_private. {_SMALLER_PARTS}"
         )
-    return found + "Train on the loader that make_private returned, one step per batch, with every row of it"
+    return found + "train on the loader that make_private returned, one step per batch, with every row of it"
 
 
-_SMALLER_PARTS = (
-    "A batch is one step's: for batches too large for the memory pass physical_batch_size= to make_private instead of "
-    "accumulating over batches."
-)
+_SMALLER_PARTS = "For batches too large for the memory pass physical_batch_size= to make_private"

@@ -27,6 +27,10 @@ class Engine(ABC):
 
     clipping: ClassVar[str]  # as the user names it
     if_not_clipped: ClassVar[str] = "a parameter is used where clipping cannot see it; use another clipping="
+    if_none_came: ClassVar[str] = (
+        "no backward pass has reached the model since the last zero_grad(): call zero_grad() before backward(), run "
+        "the model without torch.no_grad(), and compute the loss from its output"
+    )
     clips: ClassVar[bool] = True  # False where the loop does, unchecked
     model: nn.Module  # of engines that see one
     unseen: ClassVar[str | None] = None  # how a loss can pass the engine by, in an error; None: that is not refused
