@@ -160,7 +160,7 @@ def test_another_generator_never_continues_or_repeats_a_run(other: str, tmp_path
     key, recorded, path = Key.generate(), Key.generate(), tmp_path / "noise.ledger"
     _stream(key).add_(_zeros())
     gradient = _zeros()
-    with pytest.raises(QuellError, match=r"with other gradients or other noise.*: load the checkpoint first"):
+    with pytest.raises(QuellError, match=r"load the checkpoint first.*with other gradients or other noise"):
         _stream(key, generator=other, replay=True).add_(gradient)
     assert not gradient.any()
     with Ledger(path) as ledger:

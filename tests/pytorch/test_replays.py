@@ -20,7 +20,7 @@ from quell.torch import attach, clipped_sum, make_private
 from .conftest import small_plan
 from .training import examples, network, train
 
-OTHER = "would now be released with other gradients or other noise, .*so nothing was released: "
+OTHER = "would now be released with other gradients or other noise, so nothing was released"
 
 
 class Augmented(Dataset):
@@ -118,7 +118,7 @@ def test_a_step_that_comes_again_with_other_gradients_is_refused(in_one_process,
     found, before = watch(run[1]), copy.deepcopy(run[0].state_dict())
     for _ in range(2):
         resume(state, *run)
-        with pytest.raises(QuellError, match=f"step 0 was released before and {OTHER}a checkpoint was loaded"):
+        with pytest.raises(QuellError, match=f"go on as before the crash.*: step 0 was released before and {OTHER}"):
             train(*run, steps=1)
     assert not found
     assert run[1].run.step == 0
@@ -166,7 +166,7 @@ def test_a_crash_before_the_first_checkpoint(plan, tmp_path):
     train(*run, steps=3)
     run[1].close()
     other = start(tmp_path / "key", plan, dropout=0.5, seed=2)
-    with pytest.raises(QuellError, match=r"load the checkpoint first.* set the same seeds.* new run with a new key"):
+    with pytest.raises(QuellError, match=r"load the checkpoint first.* new run with a new key.* set the same seeds"):
         train(*other, steps=1)
     assert other[1].privacy_report().epsilon_so_far > 0
     other[1].close()

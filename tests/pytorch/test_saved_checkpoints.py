@@ -188,7 +188,9 @@ def test_what_could_not_go_on_is_refused(plan, tmp_path):
     refused(
         tmp_path / "elsewhere.pt", key, plan, r"no checkpoint .*elsewhere\.pt, but 2 steps were released with this key"
     )
-    refused(path, tmp_path / "other", plan, "state has key_id")
+    refused(
+        path, tmp_path / "other", plan, "state has key_id .*: pass the path of that run's key.* was made just now if"
+    )
     save_checkpoint(path, *run[:3], scheduler=run[3])
     refused(
         path,

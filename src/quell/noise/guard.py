@@ -22,14 +22,13 @@ REPLAY = (
 )
 
 _UNLOADED = (
-    "load the checkpoint first (docs/resume.md); without one, set the same seeds before building the model, or start a "
-    "new run with a new key"
+    "load the checkpoint first (docs/resume.md), or start a new run with a new key (where there is no checkpoint, set "
+    "the same seeds before building the model)"
 )
 _AFTER_LOADING = (
-    "a checkpoint was loaded, but something else is not as it was: the learning-rate schedule, the size of a batch's "
-    "parts (physical_batch_size, per_device_train_batch_size), the number of processes, random augmentation in loader "
-    "workers, GPU kernels that add in any order, devices, code or data (docs/resume.md). Go on as before the crash, or "
-    "from a checkpoint after which nothing was released, or start a new run with a new key"
+    "go on as before the crash, with the same learning-rate schedule, physical_batch_size (of PrivateTrainer "
+    "per_device_train_batch_size), number of processes, devices, code and data (docs/resume.md says what else can "
+    "differ), or from a checkpoint after which nothing was released, or start a new run with a new key"
 )
 
 _TURN = Lock()  # to look up what was released and note a step is one act, also where several threads ask
@@ -96,7 +95,7 @@ class ReleaseGuard:
             raise QuellError(
                 f"the ledger {self.ledger.path} has {known:,} steps of this key, but {released:,} were released when "
                 "the state was saved: restore the run's own ledger; if it has none, enter what was released: "
-                "with Ledger(path) as ledger: ledger.record(steps)"
+                "with quell.noise.Ledger(path) as ledger: ledger.record(steps)"
             )
 
     def resumed(self, released: int, replay: bool) -> None:
@@ -124,8 +123,8 @@ class ReleaseGuard:
             )
         if any(found != digest for found in witnesses):
             raise QuellError(
-                f"step {step:,} was released before and would now be released with other gradients or other noise, "
-                f"which would give both away, so nothing was released: {_AFTER_LOADING if self._loaded else _UNLOADED}"
+                f"{_AFTER_LOADING if self._loaded else _UNLOADED}: step {step:,} was released before and would now be "
+                "released with other gradients or other noise, so nothing was released"
             )
 
     def _digest(self, *parts: bytes) -> bytes:

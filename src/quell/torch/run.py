@@ -259,11 +259,19 @@ class TrainingRun:
         """Refuse the state of another run."""
         for what, value in self.name().items():
             if state.get(what) != value:
-                raise QuellError(
-                    f"the state has {what} {state.get(what)}, this run has {value}: resume with exactly the plan, "
-                    "max_grad_norm, parameters, data and key of that run "
-                    '(make_private(..., key="run.key") keeps the key in a file, from the first run on)'
-                )
+                instead = "resume with exactly the plan, max_grad_norm, parameters, data and key of that run"
+                if what == "key_id":
+                    instead = self._key_instead()
+                raise QuellError(f"the state has {what} {state.get(what)}, this run has {value}: {instead}")
+
+    def _key_instead(self) -> str:
+        if not self.key_kept:
+            return 'pass the key of that run, such as make_private(..., key="run.key"), which keeps it in a file'
+        made = (
+            ", best an absolute one: this key has released nothing, and was made just now if there was no such file in "
+            "the folder from which the script was started"
+        )
+        return f"pass the path of that run's key{'' if self.released else made}"
 
 
 def _named(portion: Portion) -> str:
