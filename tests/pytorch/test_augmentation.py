@@ -54,6 +54,13 @@ def test_a_function_may_write_into_its_inputs():
     assert len(next(iter(loader))[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"physical_batch_size": 1}])
+def test_a_function_must_return_something(options):
+    _, _, loader = private(seeded(1), augment=lambda x: None, **options)
+    with pytest.raises(QuellError, match="augment returned None"):
+        next(iter(loader))
+
+
 def test_views_are_the_same_after_a_crash(tmp_path):
     """Three steps after the checkpoint come again, compared with the ledger's digests."""
 

@@ -91,6 +91,8 @@ def test_a_replay_with_other_bounds_is_noticed():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (None, "pass a number, such as 1.0, or 'automatic'"),
+        ({"": None}, "pass a number, such as 1.0, or 'automatic'"),
         ("auto", "must be a positive number or 'automatic'"),
         (-1.0, "must be positive"),
         ({"0": 1.0}, r"no group for 2\.weight"),

@@ -78,17 +78,23 @@ class Augmentation:
     def _changed(self, inputs: Any) -> Any:
         count = _rows(inputs)
         if not self._looks or count <= self.rows:  # nobody else in it
-            return self.change(inputs)
+            return self._made(inputs)
         given = mapped(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
         before = own_states()
-        made = self.change(inputs)  # which may write into them
+        made = self._made(inputs)  # which may write into them
         for units in self._chosen(count // self.rows):
             stays = units.repeat_interleave(self.rows)
             others = mapped(partial(self._others_replaced, stays=stays), given)
             with kept_states(before):
-                again = self.change(others)
+                again = self._made(others)
             self._require_apart(made, again, stays)
         self._looks -= 1  # a loop that goes on after the error gets it again
+        return made
+
+    def _made(self, inputs: Any) -> Any:
+        made = self.change(inputs)
+        if made is None:
+            raise QuellError("augment returned None: let it return the inputs that it changed")
         return made
 
     def _chosen(self, units: int) -> list[Tensor]:

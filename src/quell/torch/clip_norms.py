@@ -93,6 +93,11 @@ def lengths(measured: Measured) -> Tensor:
 
 
 def _bound(given: Any, names: frozenset[str]) -> Bound:
+    if given is None:
+        raise QuellError(
+            "max_grad_norm=None would leave gradients as long as they are, and the noise is for gradients that are "
+            f"clipped: pass a number, such as 1.0, or {AUTOMATIC!r}, which needs none"
+        )
     if isinstance(given, str):
         if given != AUTOMATIC:
             raise QuellError(f"max_grad_norm={given!r} must be a positive number or {AUTOMATIC!r}")

@@ -94,6 +94,11 @@ class PrivateTrainer(Trainer):
         Steps that were released after the checkpoint come again, and are refused unless they are the same to the last
         bit.
         """
+        if self._planned is not None and not resume_from_checkpoint and self.optimizer.run.step >= self.plan.steps:
+            raise QuellError(
+                f"this trainer has taken all {self.plan.steps:,} steps of its plan: make a new trainer, with a new "
+                "model, for another run"
+            )
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
             resume_from_checkpoint = decided(lambda: str(newest_whole_folder(folder, self._is_own)))
@@ -119,7 +124,7 @@ class PrivateTrainer(Trainer):
         if self._planned is None:
             given = super().get_train_dataloader()
             # Without the sampler that deals examples out over processes, and what seeds workers by 32 bits.
-            names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
+            names = ("dataset", "collate_fn", "num_workers", "pin_memory", "prefetch_factor")
             given = DataLoader(**{name: getattr(given, name) for name in names})
             optimizer = self.create_optimizer()
             if self.is_fsdp_enabled:  # accelerate shards the model first, and gives the optimizer its parameters

@@ -353,7 +353,10 @@ class PrivateOptimizer(Optimizer):
         if self._first_rate is not None:
             mismatch = schedule_mismatch(self.run.plan, self.run.step, *self._first_rate, rate)
             if mismatch is not None:
-                warnings.warn(mismatch, PlanMismatchWarning, stacklevel=4)
+                told = (
+                    "; if it follows the training loss (ReduceLROnPlateau), the promise does not cover what that tells"
+                )
+                warnings.warn(mismatch + told, PlanMismatchWarning, stacklevel=4)
                 self._warns_of_schedule = False
 
 

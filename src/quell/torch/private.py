@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -173,6 +174,9 @@ def make_private(
             "model and optimizer are private already: make new ones for a new run, and close the previous optimizer: "
             "optimizer.close()"
         )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise QuellError(f"{name} has no shape yet: run the model once on a made-up batch before make_private")
     params = trainable_parameters(model, optimizer)
     bounds = Bounds.of(max_grad_norm, params)
     refuse_leaking_layers(model)
