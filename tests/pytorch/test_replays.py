@@ -136,6 +136,21 @@ def test_a_millionth_of_one_weight_is_enough(plan, tmp_path):
         train(*run, steps=1)
 
 
+def test_workers_with_random_augmentation_from_the_end_of_an_epoch(plan, tmp_path):
+    """Workers start anew in every epoch, so that they can come again, also where the loader asks for others."""
+    data = DataLoader(Augmented(np.random.normal), num_workers=1, persistent_workers=True)
+    run = start(tmp_path / "key", plan, data)
+    train(*run, steps=5)
+    state = checkpoint(*run)
+    train(*run, steps=3)
+    run[1].close()
+    del run  # with its workers, which have the ledger open too
+    run = start(tmp_path / "key", plan, data)
+    resume(state, *run)
+    train(*run)
+    assert run[1].run.step == plan.steps
+
+
 def test_workers_with_random_augmentation_in_the_middle_of_an_epoch(plan, tmp_path):
     """Workers are seeded where the loader starts: from an epoch's start the same numbers come, else others."""
     data = DataLoader(Augmented(np.random.normal), num_workers=1)

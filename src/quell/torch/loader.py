@@ -28,15 +28,8 @@ from quell.torch.nested import is_texts, leaves, mapped
 from quell.torch.random_states import seed_all
 from quell.torch.run import Portion, TrainingRun
 
-_KEPT = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
+# Not persistent_workers: workers are seeded when they start, so those of an earlier epoch could not come again.
+_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
 
 
 def dataset_of(data: Any) -> Dataset[Any]:

@@ -86,7 +86,8 @@ def make_private(
         model: The model to train. Hooks are attached; nothing is wrapped.
         optimizer: Your optimizer over all parameters of the model that require gradients; or several, in a list, which
             then step together, on gradients that are clipped over all of their parameters at once.
-        data: The training set, or a `DataLoader` whose dataset, collate function and workers are used.
+        data: The training set, or a `DataLoader` whose dataset, collate function and workers are used. Workers start
+            anew in every epoch: `persistent_workers` is left out.
         plan: The plan whose batches, noise and promise to use.
         max_grad_norm: The norm to which each example's (or user's) gradient is clipped. "automatic" brings every
             gradient to norm 1, without a number to choose. A mapping gives groups of parameters, by the beginnings of
