@@ -179,7 +179,8 @@ def test_loader_and_optimizer_are_loaded_together():
 def test_workers_get_the_seeds_they_would_have_had():
     """Seeds of loader workers follow from key and step, not from how often a loader was started."""
     plan, key = small_plan(momentum=0.9), Key.generate()
-    data, seeds = torch.utils.data.DataLoader(examples(), collate_fn=lambda rows: rows), []  # row by row, as workers read
+    data = torch.utils.data.DataLoader(examples(), collate_fn=lambda rows: rows)  # row by row, as workers read
+    seeds = []
     for chosen, starts in ((key, 1), (key, 3), (Key.generate(), 1)):
         _, _, loader = private(chosen, plan, data=data)
         for _ in range(starts):

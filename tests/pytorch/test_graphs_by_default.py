@@ -82,6 +82,23 @@ def test_not_where_the_host_is_faster(host):
     assert not host.replays
 
 
+def test_the_optimizer_says_whether_passes_are_recorded(host):
+    def told(model=None, slow=True, **options):
+        host.slow = slow
+        model, optimizer, loader = start(small_plan(), network() if model is None else model, **options)
+        first = optimizer.cuda_graphs
+        train(model, optimizer, loader)
+        return first, optimizer.cuda_graphs
+
+    waits = "not recorded: the GPU has not waited for Python"
+    assert told() == (waits, "recorded, for 1 shape of batches")
+    assert told(slow=False) == (waits, waits)
+    assert told(Doing(keep))[1].startswith("not recorded: seen of the model is set to something else")
+    assert told(Doing(lambda *_: random.random()))[1].startswith("not recorded: Python does more in a pass")
+    assert told(cuda_graphs=True)[0] == "not recorded yet"
+    assert told(cuda_graphs=False) == ("off", "off")
+
+
 def test_the_gpu_must_wait_several_times_in_a_row(host):
     model, optimizer, loader = start(small_plan(), network())
     for step, (x, y) in enumerate(loader):

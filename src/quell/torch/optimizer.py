@@ -79,6 +79,11 @@ class PrivateOptimizer(Optimizer):
         return list(self._trained)
 
     @property
+    def cuda_graphs(self) -> str:
+        """Whether the model's passes are recorded as CUDA graphs now; if not, why not."""
+        return self._engine.cuda_graphs()
+
+    @property
     def max_grad_norm(self) -> float:
         return self.run.max_grad_norm
 

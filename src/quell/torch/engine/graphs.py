@@ -67,7 +67,8 @@ def _current() -> int | None:
 
 def record_passes(engine: LayerEngine, model: nn.Module, busy: Callable[[], bool], asked: bool) -> None:
     """Let the model record and replay its passes. `busy` says whether somebody watches what the loop does."""
-    model.forward = GraphedForward(engine, model, busy, asked)
+    model.forward = graphed = GraphedForward(engine, model, busy, asked)
+    engine.cuda_graphs = graphed.status
 
 
 class NotRecordedWarning(UserWarning):
@@ -88,7 +89,20 @@ class GraphedForward(StandIn):
         self._dropped = 0  # how often they were, for nothing
         self._modules = list(model.modules())
         self._trials: dict[Any, Trial] = {}  # by kind
+        self._why = ""  # nothing is recorded any more
         engine.pace = None if asked else Pace()
+
+    def status(self) -> str:
+        """Whether passes are recorded, in a few words."""
+        if self.engine is None:
+            return f"not recorded: {self._why}"
+        if self._recordings:
+            return f"recorded, for {len(self._recordings)} shape{'s' if len(self._recordings) > 1 else ''} of batches"
+        if self.engine.pace is not None and not self.engine.pace.gpu_waits:
+            return "not recorded: the GPU has not waited for Python"
+        if any(not trial.passed() for trial in self._trials.values()):
+            return "not recorded: Python does more in a pass than its work, or there is too little memory"
+        return "not recorded yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
@@ -213,7 +227,7 @@ class GraphedForward(StandIn):
         """Record nothing any more, and say so where somebody asked for it, or `always`."""
         if self.engine is not None:
             self.engine.pace = None
-        self.engine = None
+        self.engine, self._why = None, why
         self._recordings.clear()
         if self._asked or always:
             warnings.warn(
