@@ -8,7 +8,8 @@ import pytest
 
 from tools import api
 
-pytest.importorskip("jax")  # the reference has all frameworks
+for framework in ("jax", "transformers", "pytorch_lightning"):  # the reference has all of them
+    pytest.importorskip(framework)
 
 
 @pytest.mark.parametrize("room", api.ROOMS)
@@ -24,6 +25,13 @@ def test_every_public_name_and_method_has_a_docstring():
 
 def test_the_reference_is_up_to_date():
     assert api.PAGE.read_text() == api.page(), "run make docs"
+
+
+def test_chosen_classes_and_methods_exist():
+    assert {name for room in api.ROOMS for name in import_module(room).__all__} >= api.MADE_FOR_USERS
+    for path, methods in api.CALLED.items():
+        room, _, name = path.rpartition(".")
+        assert {found for found, _ in api._members(getattr(import_module(room), name))} == set(methods)
 
 
 def test_a_name_without_a_docstring_is_noticed(monkeypatch):

@@ -15,7 +15,35 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("quell", "quell.budget", "quell.tuning", "quell.torch", "quell.jax", "quell.auditing", "quell.research")
+ROOMS = (
+    "quell",
+    "quell.budget",
+    "quell.tuning",
+    "quell.torch",
+    "quell.torch.losses",
+    "quell.torch.huggingface",
+    "quell.torch.lightning",
+    "quell.jax",
+    "quell.noise",
+    "quell.auditing",
+    "quell.research",
+)
+MADE_FOR_USERS = {"PrivateOptimizer", "PlannedLoader"}  # by make_private; nobody else passes their arguments
+CALLED = {  # what users call, of classes whose other methods are for frameworks
+    "quell.torch.optimizer.PrivateOptimizer": (
+        "step",
+        "zero_grad",
+        "averaged",
+        "privacy_report",
+        "audit",
+        "state_dict",
+        "load_state_dict",
+        "close",
+    ),
+    "quell.torch.loader.PlannedLoader": ("state_dict", "load_state_dict"),
+    "quell.torch.huggingface.PrivateTrainer": ("train", "privacy_report"),
+    "quell.torch.lightning.Private": ("privacy_report",),
+}
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
 
@@ -55,7 +83,9 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
     for name, raw in vars(cls).items():
         member = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
         member = property(member.func, doc=member.__doc__) if hasattr(member, "func") else member  # cached_property
-        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+        if name.startswith("_") or name not in CALLED.get(f"{cls.__module__}.{cls.__name__}", (name,)):
+            continue
+        if inspect.isfunction(member) or isinstance(member, property):
             yield name, member
 
 
@@ -64,6 +94,8 @@ def _signature(path: str, thing: Any) -> str:
     name = path.rsplit(".", 1)[-1]
     if inspect.isclass(thing) and issubclass(thing, Exception):
         return f"class {name}({thing.__mro__[1].__name__})"
+    if name in MADE_FOR_USERS:
+        return f"class {name}"
     signature = inspect.signature(thing)
     arguments = [_plain(each) for each in signature.parameters.values() if each.name not in ("self", "cls")]
     result = None if inspect.isclass(thing) else signature.return_annotation

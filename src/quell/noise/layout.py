@@ -66,6 +66,7 @@ class Shard:
         return self.offset + self.length
 
     def overlaps(self, other: Shard) -> bool:
+        """Whether both hold some element of the same tensor."""
         return self.tensor == other.tensor and max(self.offset, other.offset) < min(self.stop, other.stop)
 
 

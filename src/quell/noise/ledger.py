@@ -46,7 +46,10 @@ _SUMMED: Final = RECORD.size - 4  # bytes of a record before its checksum
 
 
 class Ledger:
-    """The ledger file of one run (one file per rank where ranks keep their own).
+    """The ledger file of one run, which remembers what was released (one file per rank where ranks keep their own).
+
+    `make_private(..., key="run.key")` makes one beside the key. You need this class only to look into a ledger, or to
+    enter steps that were released without one.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "noise.ledger"
@@ -111,6 +114,7 @@ class Ledger:
             self._write(records)
 
     def close(self) -> None:
+        """Let go of the file, so that another run may open it."""
         self._release_handle()
 
     def __del__(self) -> None:

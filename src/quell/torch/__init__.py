@@ -19,14 +19,20 @@ if TYPE_CHECKING:
     from quell.torch.batch_norm import replace_batch_norm
     from quell.torch.checkpoints import load_checkpoint, save_checkpoint
     from quell.torch.checks import PlanMismatchWarning
+    from quell.torch.engine.graphs import NotRecordedWarning
+    from quell.torch.loader import PlannedLoader
+    from quell.torch.optimizer import PrivateOptimizer
     from quell.torch.private import make_private
     from quell.torch.probe import UncheckedLossWarning
     from quell.torch.standardised import standardise_convolutions
 
 __all__ = [
     "CorrelatedNoise",
+    "NotRecordedWarning",
     "PlanMismatchWarning",
+    "PlannedLoader",
     "PrivacyReport",
+    "PrivateOptimizer",
     "UncheckedLossWarning",
     "attach",
     "clipped_sum",
@@ -40,8 +46,11 @@ __all__ = [
 
 # Loaded on first use: they need the accountants, the parts above do not.
 _HOMES = {
+    "NotRecordedWarning": "quell.torch.engine.graphs",
     "PlanMismatchWarning": "quell.torch.checks",
+    "PlannedLoader": "quell.torch.loader",
     "PrivacyReport": "quell.adapters.report",
+    "PrivateOptimizer": "quell.torch.optimizer",
     "UncheckedLossWarning": "quell.torch.probe",
     "attach": "quell.torch.attached",
     "crop_and_flip": "quell.torch.augmentation",

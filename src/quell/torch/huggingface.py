@@ -45,6 +45,8 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from quell.planning import Plan
 
+__all__ = ["PrivateTrainer"]
+
 _PUBLISHES = (
     "push_to_hub publishes the output folder, with training losses in its model card and logs, which are not private: "
     "leave it out, and push what is private, the model: trainer.model.push_to_hub(name)"
@@ -56,9 +58,9 @@ class PrivateTrainer(Trainer):
 
     Batches are the plan's; `args.per_device_train_batch_size` examples of them are on a device at a time.
     `example_losses` turns the model's outputs and the labels into one loss per example; by default it fits the model's
-    task. `private` goes to `make_private`: clipping, mechanism, key and so on, also a `max_grad_norm` that
-    is no number. Where checkpoints are saved, the key is
-    kept in `OUTPUT_DIR.key` unless it is given. For other trainers with that loss put it first among the bases:
+    task (`quell.torch.losses`). `private` goes to `make_private`: clipping, mechanism, key and so on, also a
+    `max_grad_norm` that is no number. Where checkpoints are saved, the key is kept in `OUTPUT_DIR.key` unless it is
+    given. For other trainers with that loss put it first among the bases:
     `class PrivateSFTTrainer(PrivateTrainer, SFTTrainer)`.
     """
 
@@ -206,6 +208,7 @@ class PrivateTrainer(Trainer):
             )
 
     def privacy_report(self) -> PrivacyReport:
+        """What the run promises, has spent so far, and rests on."""
         if self._planned is None:
             raise QuellError("nothing was trained yet: call train() first")
         report: PrivacyReport = self.optimizer.privacy_report()

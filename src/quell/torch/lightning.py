@@ -43,6 +43,8 @@ except ImportError:
 if TYPE_CHECKING:
     from quell.planning import Plan
 
+__all__ = ["Private"]
+
 
 class Private(Callback):
     """`trainer = Trainer(callbacks=[private]); trainer.fit(module, private.loader)`.
@@ -51,6 +53,10 @@ class Private(Callback):
     `self(...)`, with one row of output per example; with `physical_batch_size` it is called for every part of a batch,
     and all parts are one step. `fit(..., ckpt_path=...)` resumes: steps that were released after the checkpoint come
     again, and are refused unless they are the same to the last bit.
+
+    Attributes:
+        loader: What to pass to `fit`: the plan's batches.
+        optimizer: The private optimizer, once `fit` has made it.
     """
 
     def __init__(self, plan: Plan, data: Any, max_grad_norm: ClipNorm = 1.0, **options: Any) -> None:
@@ -134,6 +140,7 @@ class Private(Callback):
         return None
 
     def privacy_report(self) -> PrivacyReport:
+        """What the run promises, has spent so far, and rests on."""
         if self.optimizer is None:
             raise QuellError("nothing was trained yet: call trainer.fit first")
         return self.optimizer.privacy_report()

@@ -59,7 +59,11 @@ def _is_columns(data: Any) -> bool:
 
 
 class PlannedLoader(DataLoader[Any]):
-    """The batches of a run. `state_dict` says where it stands; the position itself is the optimizer's step."""
+    """The plan's batches: what `make_private` and `attach` return.
+
+    Iterating gives the rest of the epoch in which the optimizer stands. Call `optimizer.step()` once for each batch, or
+    part of one, before you take the next. It is for training only: to evaluate, use a `DataLoader` of your own.
+    """
 
     def __init__(
         self,
@@ -150,9 +154,11 @@ class PlannedLoader(DataLoader[Any]):
         return None if self._planned.physical is None else self._planned.physical * self._planned.rows
 
     def state_dict(self) -> dict[str, Any]:
+        """Where it stands, which is the optimizer's step; `save_checkpoint` has it."""
         return {"step": self.run.step, **self.run.name()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare the run and the step with the optimizer's, whose state is to be loaded too."""
         self.run.require_own(state)
         self._loaded_step = int(state["step"])
 

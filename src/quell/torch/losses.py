@@ -17,13 +17,19 @@ from torch.nn import functional
 
 from quell.errors import QuellError
 
+__all__ = ["class_losses", "losses_for", "next_token_losses", "span_losses", "token_losses"]
+
 ExampleLosses = Callable[[Any, Any], Tensor]  # outputs and labels to (examples,)
 
 _IGNORED = -100  # what labels that do not count are marked with
 
 
 def losses_for(model: Any) -> ExampleLosses:
-    """The losses that fit the task of a Hugging Face model: shifted by one token where it predicts the next one."""
+    """The function of outputs and labels that fits the task of a Hugging Face model, which `PrivateTrainer` takes.
+
+    `next_token_losses` for causal language models, `span_losses` for question answering, `class_losses` for classes
+    of texts and images, and `token_losses` for all others.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(base, "config", None)
     generates = getattr(base, "can_generate", lambda: False)()
@@ -38,7 +44,7 @@ def losses_for(model: Any) -> ExampleLosses:
 
 
 def token_losses(outputs: Any, labels: Tensor) -> Tensor:
-    """(examples,) the cross-entropy of (examples, classes) logits, or its mean over each example's labelled tokens.
+    """(examples,) the cross-entropy of (examples, classes) logits, or its mean over each example's own labelled tokens.
 
     Labels of -100 do not count. Logits predict the label at their own position; for causal language models use
     `next_token_losses`.
@@ -58,7 +64,13 @@ def token_losses(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def next_token_losses(outputs: Any, labels: Tensor) -> Tensor:
-    """(examples,) each sequence's mean loss in predicting its next token. Logits of learned prompts may come first."""
+    """(examples,) for causal language models: the mean cross-entropy over each example's own tokens.
+
+    Labels are the tokens themselves: they are shifted by one here, as inside of Hugging Face's models. Labels of -100
+    (padding, a question) do not count, and an example that has no others has a loss of 0. So the loss of an example
+    depends on its own tokens alone, and the mean over examples is `losses.sum() / max(len(losses), 1)`. Logits of
+    learned prompts may come first.
+    """
     nobody = labels.new_full((len(labels), 1), _IGNORED)
     prompts = _logits(outputs).shape[1] - labels.shape[1]
     return token_losses(outputs, torch.cat([nobody.expand(-1, prompts), labels, nobody], dim=1)[:, 1:])

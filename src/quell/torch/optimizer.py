@@ -33,7 +33,19 @@ from quell.torch.shards import EveryRanks
 
 
 class PrivateOptimizer(Optimizer):
-    """`optimizer` with the noise of a run. Made by `make_private`."""
+    """Your optimizer, private: what `make_private` and `attach` return.
+
+    Its parameter groups, options and state are your optimizer's, so schedulers work on it as usual. The `.grad` of
+    a parameter is None before `step`. After it, and until `zero_grad`, it is the noisy mean gradient.
+
+    Attributes:
+        acted: Whether the last call of `step` took a step. It is False where `physical_batch_size` cuts batches into
+            parts and this was not the last part: then schedulers wait too.
+        max_grad_norm: The most that one example, or user, moves the sum of a step.
+        noise_multiplier: The plan's: noise has this standard deviation, times `max_grad_norm`, before it is correlated.
+        expected_batch_size: What sums are divided by. The size of a batch is private.
+        original_optimizer: Your optimizer.
+    """
 
     _step_supports_amp_scaling = True  # so that a GradScaler hands its scale over, and can be refused
 
@@ -110,6 +122,10 @@ class PrivateOptimizer(Optimizer):
         self._used, self._noised = False, set()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Add up clipped gradients, add the step's noise, divide, and let your optimizer step; once for each batch.
+
+        If the loader hands out batches in parts, call it for each part: it acts after the last (`acted`).
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
