@@ -114,12 +114,11 @@ class Probe:
         if tape is None or module is not self.model or self._inside():
             return
         tape.go_on()
-        known, given = tape.known(), tensors_in((args, kwargs))
         if torch.is_grad_enabled():
-            for value in given:
-                if id(value) not in known:
+            for value in tensors_in((args, kwargs)):
+                if not tape.knows(value):
                     tape.add_rows(value)
-        elif not any(id(value) in known for value in given):
+        elif not tape.knows((args, kwargs)):
             return  # an evaluation on other data
         tape.note_model(module, args, kwargs, outputs, self._began)
 
@@ -133,7 +132,7 @@ class Probe:
         self._tape = None  # passes that come now are the probe's own
         try:
             self._refuse_strangers(tape)
-            if not all(map(tape.has_rows, passes)):
+            if not all(tape.knows((entry.args, entry.kwargs)) for entry in passes):
                 self._failed = (
                     "the model was given no tensor with a row per example, so nobody could be replaced: pass tensors, "
                     "or mappings, lists, tuples and dataclasses of them"

@@ -2,8 +2,9 @@
 
 The loop is the user's: nobody hands over its loss as a function. So the tensors of a batch become `Watched`, a subclass
 that notes every operation on them and on what is made of them. The model is one operation among these. `Tape.replay`
-does all of it again, with some examples replaced, every shape unchanged and the same random numbers. While
-`backward` runs, and when the tape is closed, all watched tensors are plain ones.
+does all of it again, with some examples replaced, every shape unchanged and the same random numbers. What the loop
+writes into a tensor of its own is written into a copy then. While `backward` runs, and when the tape is closed, all
+watched tensors are plain ones.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quell.noise.stream import uncompiled
 from quell.torch.autocast import Autocast
@@ -39,17 +41,49 @@ class Watched(Tensor):
 
 
 def _followed(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation on watched tensors."""
+    """An operation on watched tensors or numbers."""
     tape = Tape.running
     if tape is not None and func is Tensor.backward:
         return tape.backward(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        made = func(*args, **kwargs)
-    return made if tape is None else tape.note(func, args, kwargs, made)
+        if tape is None or not tape.knows((args, kwargs)):
+            return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        versions = [_version(tensor) for tensor in given]
+        with _Keeping(tape) if tape.meets(given) else nullcontext():
+            made = func(*args, **kwargs)
+        written = [tensor for tensor, before in zip(given, versions, strict=True) if _version(tensor) != before]
+        return tape.note(func, args, kwargs, made, written)
+
+
+class _Keeping(TorchDispatchMode):
+    """Inside, a tape is told what is about to be written into."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not in the way of torch's modes, which loads its compiler: what is watched is never compiled."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments if hasattr(func, "_schema") else ()  # other operators write nothing
+        for place, argument in enumerate(arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)):
+                    self.tape.keep(tensor)
+        return func(*args, **kwargs)
 
 
 class _Number:
     """What `.item()` returned: a number that is looked up again when the loop's work is done again."""
+
+    __torch_function__ = Watched.__torch_function__
 
 
 class _Float(_Number, float):
@@ -70,10 +104,15 @@ def _operation(function: Callable[..., Any], reflected: bool = False) -> Callabl
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
         given = (*others, self) if reflected else (self, *others)
-        made = function(*(value.real for value in given))  # of the plain numbers
-        return made if Tape.running is None else Tape.running.note(function, given, {}, _numeric(made))
+        return _noted(function, given, function(*(value.real for value in given)))  # of the plain numbers
 
     return of_numbers
+
+
+def _noted(function: Callable[..., Any], args: Any, made: Any) -> Any:
+    """What an operation on numbers made, written down."""
+    tape = Tape.running
+    return tape.note(function, args, {}, _numeric(made)) if tape is not None and tape.knows(args) else made
 
 
 for _kind in (_Float, _Integer):
@@ -93,6 +132,7 @@ class _Entry:
     kwargs: Any
     made: list[Any]  # tensors and numbers, in the order of `leaves`
     autocast: Autocast
+    written: list[Tensor] = field(default_factory=list)  # of its arguments, those that it wrote into
     random: Any = None  # of a pass through the model: the random numbers that it began with, and went on from
 
     @property
@@ -108,9 +148,12 @@ class Tape:
     on_backward: Callable[[Tape], None]
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, and copies of their values
     entries: list[_Entry] = field(default_factory=list)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # memory of the loop's own, and before writes
     loss: Tensor | None = None
     weights: Any = None  # backward's argument
     model_nodes: list[Any] = field(default_factory=list)  # where the model's outputs hang in autograd's graph
+    _known: set[int] = field(default_factory=set)  # ids of what stands on the tape
+    _foreign: set[int] = field(default_factory=set)  # memory of other tensors that operations were given
     _alive: list[weakref.ref[Tensor]] = field(default_factory=list)  # what is watched
     _started: Any = None  # the random numbers that the loop began with
     _done: int = 0  # so many entries are from before the end of the last backward pass
@@ -130,6 +173,7 @@ class Tape:
         """A tensor that has one row per example, along its first dimension or its second."""
         if self._dim(tensor) is not None:
             self.rows.append((tensor, tensor.detach().clone()))
+            self._known.add(id(tensor))
 
     def _dim(self, tensor: Tensor) -> int | None:
         return next((d for d in (0, 1) if tensor.dim() > d and tensor.shape[d] == self.examples), None)
@@ -151,38 +195,54 @@ class Tape:
             found += [int(sums.argmin()), int(sums.argmax())]
         return list(dict.fromkeys([*found, *range(self.examples)]))[:count]
 
-    def known(self) -> set[int]:
-        return {id(row) for row, _ in self.rows} | {id(made) for entry in self.entries for made in entry.made}
+    def knows(self, values: Any) -> bool:
+        """Whether any of these is of the batch, or made of it, so that replacing examples changes it."""
+        return any(id(value) in self._known for value in leaves(values))
 
-    def has_rows(self, entry: _Entry) -> bool:
-        """Whether anything that it was given is of the batch, or made of it, so that replacing examples changes it."""
-        known = self.known()
-        return any(id(value) in known for value in tensors_in((entry.args, entry.kwargs)))
+    def meets(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether any of these, which an operation is given, is in memory of the loop's own."""
+        self._foreign |= {_memory(tensor) for tensor in tensors if id(tensor) not in self._known} - {0}
+        return any(_memory(tensor) in self._foreign for tensor in tensors)
 
-    def note(self, function: Any, args: Any, kwargs: Any, made: Any) -> Any:
-        """Write an operation down; what it made is watched from now on."""
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a copy of the memory of a tensor that is about to be written into, if that is the loop's own."""
+        memory = _memory(tensor)
+        if memory in self._foreign and memory not in self.kept:
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+            self.kept[memory] = whole, whole.clone()
+
+    def note(self, function: Any, args: Any, kwargs: Any, made: Any, written: Sequence[Tensor] = ()) -> Any:
+        """Write an operation down; what it made, or wrote into, is watched from now on."""
         kinds: tuple[type, ...] = (Tensor, _Number)
         if function is Tensor.item and self._done:
             kinds = (float,)  # loops log and save it: a plain number, followed where it is used itself
         elif function is Tensor.item:
             made = _numeric(made)
         found = [value for value in leaves(made) if isinstance(value, kinds)]
-        if found or getattr(function, "__name__", "") in ("__setitem__", "register_hook"):
-            self._write(function, args, kwargs, found)
+        if found or written or getattr(function, "__name__", "") == "register_hook":
+            self._write(function, args, kwargs, found, written)
         return made
 
     def note_model(self, model: Any, args: Any, kwargs: Any, made: Any, began: Any) -> None:
         """Write a pass through the model down."""
         found = tensors_in(made)
         self.model_nodes += [value.grad_fn for value in found]
-        self._write(model, args, kwargs, found, (began, own_states()))
+        self._write(model, args, kwargs, found, random=(began, own_states()))
 
-    def _write(self, function: Any, args: Any, kwargs: Any, made: list[Any], random: Any = None) -> None:
+    def _write(
+        self, function: Any, args: Any, kwargs: Any, made: list[Any], written: Sequence[Tensor] = (), random: Any = None
+    ) -> None:
+        whole = [tensor._base for tensor in written if tensor._base is not None]  # of which a part was written
         tensors = [value for value in made if isinstance(value, Tensor)]
         autocast = Autocast.now(tensors[0].device.type if tensors else "cpu")
-        self.entries.append(_Entry(function, args, kwargs, made, autocast, random))
-        for tensor in tensors:
+        entry = _Entry(function, args, kwargs, made, autocast, [*written, *whole], random)
+        self.entries.append(entry)
+        self._learn(entry)
+        for tensor in [*tensors, *entry.written]:
             self._watch(tensor)
+
+    def _learn(self, entry: _Entry) -> None:
+        self._known.update(id(value) for value in [*entry.made, *entry.written])
 
     def _watch(self, tensor: Tensor) -> None:
         if type(tensor) in (Tensor, Watched):
@@ -226,13 +286,15 @@ class Tape:
             if made and max(_references(made)) == _references([object()])[0]:
                 del self.entries[place]
                 self._done -= 1
+        self._known = {id(row) for row, _ in self.rows}
+        for entry in self.entries:
+            self._learn(entry)
 
     def passes(self) -> list[_Entry]:
         """The passes through the model that the loss was made of."""
         needed, found = _places((self.loss, self.weights)), []
         for entry in reversed(self.entries):
-            written = entry.made or entry.args[:1]  # of __setitem__, which returns nothing
-            if not needed.isdisjoint(_places(written)):
+            if not needed.isdisjoint(_places((entry.made, entry.written))):
                 needed |= _places((entry.args, entry.kwargs))
                 found += [entry] if entry.model else []
         return found
@@ -249,16 +311,15 @@ class Tape:
         Without `rerun` the model is believed not to mix, and its outputs are rows of those that the loop had. So are
         those of passes that the loss does not use.
         """
-        values: Values = {}
-        for row, kept in self.rows:
-            values[id(row)] = self._filled(kept, sources)
+        values: Values = {id(row): self._filled(kept, sources) for row, kept in self.rows}
+        own = _Own(self, sources)
         made: list[Tensor] = []
         passes = self.passes() if rerun else []
         set_own_states(self._started)
         with torch.set_grad_enabled(grad):
             for entry in self.entries:
                 with entry.autocast.again():
-                    found = self._again(entry, values, sources, entry in passes)
+                    found = self._again(entry, values, own, entry in passes)
                 if entry.model:
                     made += [value for value in found if value.requires_grad]
                 for before, now in zip(entry.made, found, strict=True):
@@ -269,8 +330,10 @@ class Tape:
             weights = values.get(id(self.weights), self.weights)
             return (loss if weights is None else loss * weights).sum(), made
 
-    def _again(self, entry: _Entry, values: Values, sources: Sequence[int], rerun: bool) -> list[Any]:
-        args, kwargs = mapped(lambda value: values.get(id(value), value), (entry.args, entry.kwargs))
+    def _again(self, entry: _Entry, values: Values, own: _Own, rerun: bool) -> list[Any]:
+        args, kwargs = mapped(
+            lambda value: values[id(value)] if id(value) in values else own.before(value), (entry.args, entry.kwargs)
+        )
         if not entry.model:
             made = list(leaves(entry.function(*args, **kwargs)))
             number = entry.made and not isinstance(entry.made[0], Tensor)
@@ -281,7 +344,7 @@ class Tape:
             with torch.no_grad():
                 found = tensors_in(entry.function(*args, **kwargs))
         else:
-            found = [self._filled(value, sources) for value in entry.made]
+            found = [self._filled(value, own.sources) for value in entry.made]
         set_own_states(went_on)
         return [
             now.detach().requires_grad_(before.requires_grad) for before, now in zip(entry.made, found, strict=True)
@@ -298,6 +361,55 @@ def nodes_behind(values: Iterable[Tensor], known: Iterable[Any] = ()) -> Iterato
             seen.add(node)
             yield node
             waiting += [before for before, _ in node.next_functions]
+
+
+class _Own:
+    """What a replay writes into in the place of tensors of the loop's own."""
+
+    def __init__(self, tape: Tape, sources: Sequence[int]) -> None:
+        self.tape, self.sources = tape, sources
+        self._copies: dict[int, Tensor] = {}
+        self._cut: dict[int, Any] = {}  # where fewer rows are left: which part of the memory was
+
+    def before(self, value: Any) -> Any:
+        """A copy of a tensor that the loop wrote into, as it was before; any other value as it is.
+
+        Tensors that share memory share the copy.
+        """
+        memory = _memory(value) if isinstance(value, Tensor) else 0
+        if memory not in self.tape.kept:
+            return value
+        kept = self.tape.kept[memory][1]
+        place = value.dtype, value.size(), value.stride(), value.storage_offset()
+        if len(self.sources) == self.tape.examples:
+            if memory not in self._copies:
+                self._copies[memory] = kept.clone()
+            return _part(self._copies[memory], *place)
+        if memory not in self._copies:
+            self._copies[memory] = self.tape._filled(_part(kept, *place), self.sources).clone()
+            self._cut[memory] = place
+        if self._cut[memory] != place:
+            raise RuntimeError("the loop writes into several parts of a tensor")
+        return self._copies[memory]
+
+
+def _part(memory: Tensor, dtype: torch.dtype, *place: Any) -> Tensor:
+    """A part of a flat tensor, in which gradients flow where the type of the numbers is the same."""
+    return (memory if memory.dtype == dtype else memory.view(dtype)).as_strided(*place)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Which memory a tensor is in; 0 where it has none of its own, as sparse ones."""
+    with suppress(RuntimeError):
+        return int(tensor.untyped_storage()._cdata)
+    return 0
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written into."""
+    with suppress(RuntimeError):
+        return int(tensor._version)
+    return 0  # made under torch.inference_mode()
 
 
 def _places(values: Any) -> set[Any]:
