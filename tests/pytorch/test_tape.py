@@ -5,23 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from quell.errors import QuellError
 from quell.torch import make_private
+from quell.torch.probe import UncheckedLossWarning
 from quell.torch.tape import Tape
 
 from .conftest import small_plan
-from .training import network, seeded
+from .training import network, seeded, train
 
 cross_entropy = functional.cross_entropy
 X, Y = torch.randn(40, 6, generator=torch.Generator().manual_seed(5)), torch.arange(40) % 3  # all labels in a batch
 
 
-def private(batch_size=8, seed=3, **options):
+def private(batch_size=8, data=None, **options):
     model, plan = network(), small_plan("bisr", alone=True, batch_size=batch_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return make_private(model, optimizer, TensorDataset(X, Y), plan, key=seeded(seed), **options)
+    data = TensorDataset(X, Y) if data is None else data
+    return make_private(model, optimizer, data, plan, key=seeded(3), **options)
 
 
 def three_steps(loss, probed=True, batch_size=8):
@@ -185,7 +187,19 @@ def by_a_number_that_is_written(out, y, own):
     return losses(out, y).sum() / count[0]
 
 
-COUPLED = [by_the_sum, by_a_part, by_a_histogram, by_written_lists, by_one_of_two_columns, by_a_number]
+def by_another_class(out, y, own):
+    return losses(out, y).sum() / (y.as_subclass(torch.Tensor) > 0).sum()
+
+
+COUPLED = [
+    by_another_class,
+    by_the_sum,
+    by_a_part,
+    by_a_histogram,
+    by_written_lists,
+    by_one_of_two_columns,
+    by_a_number,
+]
 
 
 @pytest.mark.parametrize("batch_size", [8, 20])
@@ -193,3 +207,37 @@ COUPLED = [by_the_sum, by_a_part, by_a_histogram, by_written_lists, by_one_of_tw
 def test_losses_that_couple_through_tensors_of_the_loops_own(loss, batch_size):
     with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
         three_steps(loss, batch_size=batch_size)
+
+
+# Batches that cannot be followed
+
+
+class Labels(torch.Tensor):
+    """As MONAI's and fastai's tensors."""
+
+
+def by_counted(out, y):
+    return losses(out, y).sum() / (y > 0).sum()
+
+
+@pytest.mark.parametrize("batch_size", [8, 40])  # many steps, and two
+@pytest.mark.parametrize("kinds", [(Labels, Labels), (Labels, torch.Tensor), (torch.Tensor, Labels)])
+def test_batches_with_tensors_of_a_subclass_are_a_warning(kinds, batch_size):
+    def collate(rows):
+        return tuple(part.as_subclass(kind) for part, kind in zip(default_collate(rows), kinds, strict=True))
+
+    def steps(loss):
+        model, optimizer, loader = private(batch_size, DataLoader(TensorDataset(X, Y), collate_fn=collate))
+        train(model, optimizer, loader, 3 if batch_size == 8 else 2, loss)
+
+    with pytest.warns(UncheckedLossWarning, match="is a Labels, and only plain ones"):
+        steps(cross_entropy)
+    if kinds[1] is Labels:
+        with pytest.warns(UncheckedLossWarning):
+            steps(by_counted)
+
+
+def test_labels_that_the_loop_makes_a_subclass_are_a_warning():
+    model, optimizer, loader = private()
+    with pytest.warns(UncheckedLossWarning, match="is a Labels, and only plain ones"):
+        train(model, optimizer, loader, 3, lambda out, y: losses(out, y).sum() / (y.as_subclass(Labels) > 0).sum())

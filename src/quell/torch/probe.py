@@ -82,20 +82,20 @@ class Probe:
         if last or self._settled % 64 == 0 or any(parameter.requires_grad for parameter in self._frozen):
             self.require_protected()
         self._settled += 1
-        self._stop()
+        self._stop(last)
 
     def require_protected(self) -> None:
         """Refuse a model of which more can be trained than what is private."""
         refuse_unprotected(self.model, self.params.values())
 
-    def _stop(self) -> None:
+    def _stop(self, last: bool = False) -> None:
         if self._tape is not None:
             self._tape.close()
+            self._why = self._failed or (self._nothing and (self._tape.lost or self._nothing))
             self._tape = None
             self._left -= 1
-            self._why = self._failed or self._nothing
             self._checked |= not self._why
-        if not self._left and not self._checked:
+        if (not self._left or (last and self._why)) and not self._checked:
             self._checked = True
             warnings.warn(
                 f"the loss could not be probed for coupled examples ({self._why}): make sure that the loss of an "
@@ -132,6 +132,7 @@ class Probe:
         self._tape = None  # passes that come now are the probe's own
         try:
             self._refuse_strangers(tape)
+            self._failed = tape.lost or self._failed
             if not all(tape.knows((entry.args, entry.kwargs)) for entry in passes):
                 self._failed = (
                     "the model was given no tensor with a row per example, so nobody could be replaced: pass tensors, "

@@ -39,6 +39,10 @@ class Watched(Tensor):
         run = uncompiled(_followed) if torch.compiler.is_compiling() else _followed
         return run(func, args, kwargs or {})
 
+    def as_subclass(self, cls: Any) -> Any:
+        """One of the operations that torch does not hand to `__torch_function__`."""
+        return _followed(Tensor.as_subclass, (self, cls), {})
+
 
 def _followed(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation on watched tensors or numbers."""
@@ -151,6 +155,7 @@ class Tape:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # memory of the loop's own, and before writes
     loss: Tensor | None = None
     weights: Any = None  # backward's argument
+    lost: str = ""  # why not all of the work could be followed
     model_nodes: list[Any] = field(default_factory=list)  # where the model's outputs hang in autograd's graph
     _known: set[int] = field(default_factory=set)  # ids of what stands on the tape
     _foreign: set[int] = field(default_factory=set)  # memory of other tensors that operations were given
@@ -167,7 +172,7 @@ class Tape:
         for tensor in tensors_in(batch):
             if type(tensor) is Tensor:
                 self.add_rows(tensor)
-                self._watch(tensor)
+            self._watch(tensor)
 
     def add_rows(self, tensor: Tensor) -> None:
         """A tensor that has one row per example, along its first dimension or its second."""
@@ -248,6 +253,11 @@ class Tape:
         if type(tensor) in (Tensor, Watched):
             tensor.__class__ = Watched
             self._alive.append(weakref.ref(tensor))
+        else:
+            self.lost = (
+                f"a tensor of the batch, or one that is made of it, is a {type(tensor).__name__}, and only plain ones "
+                "can be followed: make them with .as_subclass(torch.Tensor)"
+            )
 
     def pause(self) -> None:
         """The tape stands still, and all tensors are plain."""
