@@ -68,8 +68,8 @@ def next_token_losses(outputs: Any, labels: Tensor) -> Tensor:
 
     Labels are the tokens themselves: they are shifted by one here, as inside of Hugging Face's models. Labels of -100
     (padding, a question) do not count, and an example that has no others has a loss of 0. So the loss of an example
-    depends on its own tokens alone, and the mean over examples is `losses.sum() / max(len(losses), 1)`. Logits of
-    learned prompts may come first.
+    depends on its own tokens alone, and a loop trains on the mean over examples: `losses.mean()`. Logits of learned
+    prompts may come first.
     """
     nobody = labels.new_full((len(labels), 1), _IGNORED)
     prompts = _logits(outputs).shape[1] - labels.shape[1]
