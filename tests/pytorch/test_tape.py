@@ -241,3 +241,53 @@ def test_labels_that_the_loop_makes_a_subclass_are_a_warning():
     model, optimizer, loader = private()
     with pytest.warns(UncheckedLossWarning, match="is a Labels, and only plain ones"):
         train(model, optimizer, loader, 3, lambda out, y: losses(out, y).sum() / (y.as_subclass(Labels) > 0).sum())
+
+
+# Private runs side by side
+
+
+def side_by_side(prepare, loss, of_both=lambda ours, others, x: ours(x)):
+    """Two runs whose loops take turns; `prepare` looks at both batches before any model runs."""
+    runs = [private(), private()]
+    for step, *batches in zip(range(3), *(loader for _, _, loader in runs), strict=False):
+        prepared = [prepare(y) for _, y in batches]
+        for i, ((x, y), known) in enumerate(zip(batches, prepared, strict=True)):
+            (model, optimizer, _), (other, _, _) = runs[i], runs[1 - i]
+            optimizer.zero_grad()
+            loss(of_both(model, other, x), y, known).backward()
+            optimizer.step()
+            assert optimizer.run.step == step + 1
+    return [optimizer.run.guard for _, optimizer, _ in runs]
+
+
+def test_two_runs_side_by_side_are_both_followed():
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    for guard in side_by_side(lambda y: weight[y], lambda out, y, known: (losses(out, y) * known).mean()):
+        assert guard._checked
+        assert not guard._why
+    for prepare in (lambda y: weight[y].sum(), lambda y: weight[y].sum().item() + 1):
+        with pytest.raises(QuellError, match="the loss couples the examples of a batch"):
+            side_by_side(prepare, lambda out, y, known: losses(out, y).sum() / known)
+
+
+def test_the_model_of_another_run_is_a_warning():
+    with pytest.warns(UncheckedLossWarning, match="given to the model of another private run"):
+        side_by_side(
+            lambda y: None,
+            lambda out, y, known: cross_entropy(out, y),
+            lambda ours, others, x: ours(x) * torch.no_grad()(others)(x),
+        )
+
+
+def test_a_closed_tape_leaves_the_others_watching():
+    tapes, batches = [Tape(8, lambda tape: None) for _ in range(2)], torch.ones(2, 8).unbind()
+    for tape, batch in zip(tapes, batches, strict=True):
+        tape.start(batch)
+    both = batches[0] + batches[1]
+    assert [tape.knows(both) for tape in tapes] == [True, True]
+    tapes[0].close()
+    assert type(batches[0]) is torch.Tensor
+    batches[1].sum()
+    assert [len(tape.entries) for tape in tapes] == [1, 2]
+    tapes[1].close()
+    assert type(batches[1]) is torch.Tensor

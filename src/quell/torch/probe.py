@@ -106,7 +106,7 @@ class Probe:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._tape is not None and module is self.model and not self._inside():
-            self._tape.pause()
+            self._tape.begin_pass((args, kwargs))
             self._began = own_states()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:

@@ -46,28 +46,45 @@ class Watched(Tensor):
 
 def _followed(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation on watched tensors or numbers."""
-    tape = Tape.running
-    if tape is not None and func is Tensor.backward:
-        return tape.backward(*args, **kwargs)
+    if func is Tensor.backward:
+        return _backward(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        if tape is None or not tape.knows((args, kwargs)):
+        tapes = Tape.that_know((args, kwargs))
+        if not tapes:
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         versions = [_version(tensor) for tensor in given]
-        with _Keeping(tape) if tape.meets(given) else nullcontext():
+        keeping = [tape for tape in tapes if tape.meets(given)]
+        with _Keeping(keeping) if keeping else nullcontext():
             made = func(*args, **kwargs)
         written = [tensor for tensor, before in zip(given, versions, strict=True) if _version(tensor) != before]
-        return tape.note(func, args, kwargs, made, written)
+        for tape in tapes:
+            made = tape.note(func, args, kwargs, made, written)
+        return made
+
+
+def _backward(loss: Tensor, **options: Any) -> None:
+    """The loop calls backward: its work on a batch is known so far. Other losses of it may follow."""
+    tapes = Tape.that_know(loss)
+    Tape.pause()
+    try:
+        for tape in tapes:
+            tape.before_backward(loss, options.get("gradient"))
+        loss.backward(**options)
+        for tape in tapes:
+            tape.after_backward()
+    finally:
+        Tape.go_on()
 
 
 class _Keeping(TorchDispatchMode):
-    """Inside, a tape is told what is about to be written into."""
+    """Inside, tapes are told what is about to be written into."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tapes: Sequence[Tape]) -> None:
         super().__init__()
-        self.tape = tape
+        self.tapes = tapes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -80,7 +97,8 @@ class _Keeping(TorchDispatchMode):
         for place, argument in enumerate(arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)):
-                    self.tape.keep(tensor)
+                    for tape in self.tapes:
+                        tape.keep(tensor)
         return func(*args, **kwargs)
 
 
@@ -115,8 +133,9 @@ def _operation(function: Callable[..., Any], reflected: bool = False) -> Callabl
 
 def _noted(function: Callable[..., Any], args: Any, made: Any) -> Any:
     """What an operation on numbers made, written down."""
-    tape = Tape.running
-    return tape.note(function, args, {}, _numeric(made)) if tape is not None and tape.knows(args) else made
+    for tape in Tape.that_know(args):
+        made = tape.note(function, args, {}, _numeric(made))
+    return made
 
 
 for _kind in (_Float, _Integer):
@@ -146,7 +165,10 @@ class _Entry:
 
 @dataclass(eq=False)
 class Tape:
-    """The work on one batch of so many `examples`; `on_backward` is called with the tape when the loop calls it."""
+    """The work on one batch of so many `examples`; `on_backward` is called with the tape when the loop calls it.
+
+    Where a loop takes the batches of several runs side by side, each has a tape, and all of them pause together.
+    """
 
     examples: int
     on_backward: Callable[[Tape], None]
@@ -163,12 +185,14 @@ class Tape:
     _started: Any = None  # the random numbers that the loop began with
     _done: int = 0  # so many entries are from before the end of the last backward pass
 
-    running: ClassVar[Tape | None] = None  # the one that watches now
+    running: ClassVar[weakref.WeakSet[Tape]] = weakref.WeakSet()  # those that were started and not closed
+    paused: ClassVar[bool] = False
 
     def start(self, batch: Any) -> None:
         """Watch the tensors of a batch."""
         self._started = own_states()
-        Tape.running = self
+        Tape.running.add(self)
+        Tape.go_on()
         for tensor in tensors_in(batch):
             if type(tensor) is Tensor:
                 self.add_rows(tensor)
@@ -259,32 +283,46 @@ class Tape:
                 "can be followed: make them with .as_subclass(torch.Tensor)"
             )
 
-    def pause(self) -> None:
-        """The tape stands still, and all tensors are plain."""
-        Tape.running = None
-        self._all_become(Tensor)
+    @classmethod
+    def that_know(cls, values: Any) -> list[Tape]:
+        """The tapes that watch now and know any of these."""
+        return [] if cls.paused else [tape for tape in cls.running if tape.knows(values)]
 
-    def go_on(self) -> None:
-        Tape.running = self
-        self._all_become(Watched)
+    @classmethod
+    def pause(cls) -> None:
+        """The tapes stand still, and all tensors are plain."""
+        cls.paused = True
+        for tape in cls.running:
+            tape._all_become(Tensor)
+
+    @classmethod
+    def go_on(cls) -> None:
+        cls.paused = False
+        for tape in cls.running:
+            tape._all_become(Watched)
+
+    def begin_pass(self, args: Any) -> None:
+        """A pass through the model of this tape's run begins, which is one operation on this tape and not on others."""
+        for tape in Tape.that_know(args):
+            if tape is not self:
+                tape.lost = "its batch, or what is made of it, was given to the model of another private run"
+        Tape.pause()
 
     def close(self) -> None:
-        self.pause()
+        Tape.pause()
+        Tape.running.discard(self)
         self._alive.clear()
+        Tape.go_on()
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """The loop calls backward: its work on this batch is known so far. Other losses of it may follow."""
-        self.loss, self.weights = loss, options.get("gradient")
-        self.pause()
+    def before_backward(self, loss: Tensor, weights: Any) -> None:
+        self.loss, self.weights = loss, weights
         self._drop_unreachable()
-        try:
-            self.on_backward(self)
-            loss.backward(**options)
-            went_on = partial(set_own_states, own_states())  # where what is forgotten later drew random numbers
-            self.entries.append(_Entry(went_on, (), {}, [], Autocast.now("cpu")))
-            self._done = len(self.entries)
-        finally:
-            self.go_on()
+        self.on_backward(self)
+
+    def after_backward(self) -> None:
+        went_on = partial(set_own_states, own_states())  # where what is forgotten later drew random numbers
+        self.entries.append(_Entry(went_on, (), {}, [], Autocast.now("cpu")))
+        self._done = len(self.entries)
 
     def _drop_unreachable(self) -> None:
         """Drop what was done before an earlier backward pass if only the tape still has the results: no loss uses them.
