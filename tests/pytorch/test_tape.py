@@ -243,6 +243,12 @@ def test_labels_that_the_loop_makes_a_subclass_are_a_warning():
         train(model, optimizer, loader, 3, lambda out, y: losses(out, y).sum() / (y.as_subclass(Labels) > 0).sum())
 
 
+def test_labels_by_dlpack_are_a_warning():
+    model, optimizer, loader = private()
+    with pytest.warns(UncheckedLossWarning, match="was handed on by DLPack"):
+        train(model, optimizer, loader, 3, lambda out, y: losses(out, y).sum() / (torch.from_dlpack(y) > 0).sum())
+
+
 # Private runs side by side
 
 

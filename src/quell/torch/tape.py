@@ -242,6 +242,8 @@ class Tape:
 
     def note(self, function: Any, args: Any, kwargs: Any, made: Any, written: Sequence[Tensor] = ()) -> Any:
         """Write an operation down; what it made, or wrote into, is watched from now on."""
+        if function is Tensor.__dlpack__:
+            self.lost = "a tensor that is made of the batch was handed on by DLPack, as torch.from_dlpack does"
         kinds: tuple[type, ...] = (Tensor, _Number)
         if function is Tensor.item and self._done:
             kinds = (float,)  # loops log and save it: a plain number, followed where it is used itself
