@@ -454,9 +454,9 @@ def test_convolutions_are_measured_a_few_examples_at_a_time(monkeypatch, channel
     layer, x, g = nn.Conv2d(channels, 4, 3, padding=1), torch.randn(7, 1, channels, 5, 5), torch.randn(7, 1, 4, 5, 5)
     asked, unfold = [], Window.unfold
 
-    def watched(window, x, places):
+    def watched(window, x):
         asked.append(len(x))
-        return unfold(window, x, places)
+        return unfold(window, x)
 
     monkeypatch.setattr(Window, "unfold", watched)
     piece, weights = Patches(g, x, Window.of(layer), groups=1), torch.rand(7)
@@ -511,7 +511,7 @@ def test_sums_of_convolutions_are_made_of_the_products_that_were_measured(monkey
     monkeypatch.setattr(pieces, "_IN_CACHE", numbers)
     made, unfold = [], Window.unfold
     monkeypatch.setattr(
-        Window, "unfold", lambda window, x, to: (made.append((x.storage_offset(), len(x))), unfold(window, x, to))[1]
+        Window, "unfold", lambda window, x: (made.append((x.storage_offset(), len(x))), unfold(window, x))[1]
     )
     piece = Patches(
         torch.randn(300, 1, 4, 5, 5), torch.randn(300, 1, 3, 5, 5), Window.of(nn.Conv2d(3, 4, 3, padding=1)), 1

@@ -7,7 +7,7 @@ unfolding, so that none is kept, was tried on an H200: its loads of single numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,14 +40,20 @@ class Window:
         padding = tuple(layer._reversed_padding_repeated_twice)
         return cls(layer.kernel_size, layer.stride, layer.dilation, padding, mode)
 
-    def unfold(self, x: Tensor, places: Sequence[int]) -> Tensor:
+    def padded(self, x: Tensor) -> Tensor:
+        return functional.pad(x, self.padding, mode=self.mode) if any(self.padding) else x
+
+    def unfold(self, x: Tensor) -> Tensor:
         """(rows, channels in × kernel, places of the output), group by group, as the layer pads, strides and dilates.
 
         Places come last because neighbours there are neighbours in `x` too: the copy reads and writes in order.
         """
         padding, by_kernel = self.padding, kernels.take_rows(x) and x.dim() == 4
-        if any(padding) and not (by_kernel and self.mode == "constant"):
-            x, padding = functional.pad(x, padding, mode=self.mode), (0,) * len(padding)
+        if not (by_kernel and self.mode == "constant"):
+            x, padding = self.padded(x), (0,) * len(padding)
+        sizes = [n + sum(padding[2 * i : 2 * i + 2]) for i, n in enumerate(reversed(x.shape[2:]))][::-1]
+        spans = [d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+        places = [(n - s) // step + 1 for n, s, step in zip(sizes, spans, self.stride, strict=True)]
         if by_kernel:
             return kernels.unfold(x, self, padding, places)
         moves = [s * step for s, step in zip(x.stride()[2:], self.stride, strict=True)]
@@ -131,7 +137,7 @@ class Patches:
         if not kernels.take_rows(self.g):  # then sums take some units at a time, which must be cut in the same places
             count = min(IN_A_ROW, 1 << count.bit_length() - 1)
         for g, x in zip(self.g.split(count), self.x.split(count), strict=True):
-            yield _as_outer(g, self.window.unfold(x.flatten(0, 1), g.shape[3:]), self.groups)
+            yield _as_outer(g, self.window.unfold(x.flatten(0, 1)), self.groups)
 
 
 def _as_outer(g: Tensor, a: Tensor, groups: int) -> Outer:
