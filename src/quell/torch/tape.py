@@ -77,19 +77,23 @@ def _backward(loss: Tensor, **options: Any) -> None:
         Tape.go_on()
 
 
-class _Keeping(TorchDispatchMode):
-    """Inside, tapes are told what is about to be written into."""
+class Onlooker(TorchDispatchMode):
+    """Looks at operations and runs them as they are."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not in the way of torch's modes, which loads its compiler: what is looked at is never compiled."""
+        return False
+
+
+class _Keeping(Onlooker):
+    """Inside, tapes are told what is about to be written into."""
 
     def __init__(self, tapes: Sequence[Tape]) -> None:
         super().__init__()
         self.tapes = tapes
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Not in the way of torch's modes, which loads its compiler: what is watched is never compiled."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quell.errors import QuellError
 from quell.torch.coupling import differ, restored_buffers
@@ -37,6 +36,7 @@ from quell.torch.engine.by_default import Pace, Trial, suit
 from quell.torch.nested import tensors_in
 from quell.torch.random_states import kept_states, own_states, set_own_states
 from quell.torch.sharding import is_sharded
+from quell.torch.tape import Onlooker
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
@@ -394,7 +394,7 @@ class Recording:
             return sums, norm_of(sums.values()), units
 
 
-class ReadMemory(TorchDispatchMode):
+class ReadMemory(Onlooker):
     """Keeps the memory that operations read and did not make, such as that of a mask in a cache.
 
     Freed, it would hold somebody else's numbers when a replay reads it.
