@@ -80,6 +80,12 @@ def trainable_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have: "
                     "make the optimizer from model.parameters()"
                 )
+            if parameter.requires_grad and parameter.is_complex():
+                raise QuellError(
+                    f"{names[id(parameter)]} is complex, and gradients are clipped as real numbers: keep its real and "
+                    "imaginary parts as one real parameter, torch.view_as_real(...), and use "
+                    "torch.view_as_complex(parameter) in forward; or freeze it"
+                )
             if parameter.requires_grad:
                 found[names[id(parameter)]] = parameter
     if not found:
