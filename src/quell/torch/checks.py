@@ -12,11 +12,12 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
 from quell.errors import QuellError, short
 from quell.planning import Mechanism, Plan
@@ -67,6 +68,22 @@ def warn_about_sampler(data: Any) -> None:
             PlanMismatchWarning,
             stacklevel=5,  # the caller of make_private or attach
         )
+
+
+def refuse_repeated_rows(dataset: Any) -> None:
+    """A Subset that names an example several times would have each of them clipped as an example of its own."""
+    rows: Any = slice(None)
+    while isinstance(dataset, Subset):
+        own = np.asarray(dataset.indices)
+        if own.ndim != 1 or own.dtype.kind not in "iu":
+            return
+        rows, dataset = np.where(own < 0, own + len(dataset.dataset), own)[rows], dataset.dataset
+        if (different := len(np.unique(rows))) < len(rows):
+            raise QuellError(
+                f"the Subset has {len(rows):,} items, but only {different:,} different ones: an example that is in it "
+                "k times would be clipped k times where the plan counts once, so the promise would not hold for it: "
+                "give each example once, and weigh rare ones in the loss (a sum of one loss per example)"
+            )
 
 
 def trainable_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

@@ -21,7 +21,7 @@ from quell.budget.claims import run_claim
 from quell.budget.entry import entry_of
 from quell.errors import QuellError
 from quell.noise import Key
-from quell.torch.checks import warn_about_optimizer, warn_about_sampler
+from quell.torch.checks import refuse_repeated_rows, warn_about_optimizer, warn_about_sampler
 from quell.torch.distributed import agree, decided, share_key, together, world
 from quell.torch.loader import dataset_of
 from quell.torch.noise import CorrelatedNoise
@@ -77,6 +77,8 @@ def started_run(
         users = getattr(dataset, "users", None)
     ids = users.detach().cpu().numpy() if isinstance(users, Tensor) else users
     numbers = require_planned_units(plan, ids, rows_per_user, len(dataset))
+    if numbers is None:
+        refuse_repeated_rows(dataset)
     warn_about_optimizer(plan, optimizer)
     warn_about_sampler(data)
     rank, size = world()
