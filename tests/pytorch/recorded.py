@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from quell.torch import make_private
-from quell.torch.coupling import restored_buffers
 from quell.torch.engine import graphs
 from quell.torch.engine.attributes import Contents
 from quell.torch.engine.base import is_differentiable
+from quell.torch.writes import restored_buffers
 
 from .training import examples, network, seeded
 

@@ -31,7 +31,7 @@ def three_steps(loss, probed=True, batch_size=8):
     model, optimizer, loader = private(batch_size)
     guard = optimizer.run.guard
     if not probed:
-        guard._left, guard._checked = 0, True
+        guard._left, guard._checked = dict.fromkeys(guard._left, 0), set(guard._left)
     own = {}
     for _, (x, y) in zip(range(3), loader, strict=False):
         optimizer.zero_grad()

@@ -11,13 +11,16 @@ L(second), and one that divides by the tokens of the batch has not.
 
 Shapes, batch size and random numbers are the same throughout, so dropout and kernels are too. Weights, buffers and
 random states are left as they were. Three groups are tried.
+
+A batch of one example is coupled with nothing: what is divided by the tokens in it is divided by its own. But its model
+may keep what it saw, so it is done again with other numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +34,7 @@ from quell.torch.nested import tensors_in
 from quell.torch.random_states import kept_states
 from quell.torch.sharding import is_sharded
 from quell.torch.tape import Tape
+from quell.torch.writes import State, restored_buffers
 
 _AT_ONCE = 1 << 22  # numbers that are compared at once
 _PER_EXAMPLE = (
@@ -68,8 +72,17 @@ class _Way:
 class CouplingTest:
     """A batch as it is, and with one group of its examples replaced by one of them, or the other group, or both."""
 
-    def __init__(self, tape: Tape, model: nn.Module, seed: int, rerun: bool, examples: int) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        model: nn.Module,
+        seed: int,
+        rerun: bool,
+        examples: int,
+        begin: Mapping[nn.Module, State] | None = None,
+    ) -> None:
         self.tape, self.model, self.rerun = tape, model, rerun
+        self.begin = begin  # what modules held that wrote into buffers, before the passes that are done again
         half_precision = any(entry.autocast.enabled for entry in tape.entries)
         self.tolerance = 1e-2 if half_precision else 1e-4
         self.plain = tape.extremes(examples)
@@ -79,6 +92,9 @@ class CouplingTest:
         """What is coupled, in a sentence; None where nothing is."""
         self._require_same_loss()
         base, rows = self._run(self.plain), range(len(self.plain))
+        if self.tape.examples == 1 and self.rerun:
+            with _other_numbers(self.tape):
+                return self._written(base, self._run(self.plain))
         coins = [self._random.randrange(2) for _ in rows]
         failed = []
         for group in ([i % 2 for i in rows], [2 * i // len(rows) for i in rows], coins):
@@ -135,7 +151,7 @@ class CouplingTest:
             raise RuntimeError("the loss came out differently")
 
     def _run(self, sources: Sequence[int]) -> _Way:
-        with restored_buffers(self.model) as written:
+        with restored_buffers(self.model, self.begin) as written:
             loss, outputs = self.tape.replay(sources, self.rerun)
         found = torch.autograd.grad(loss, outputs, allow_unused=True) if loss.requires_grad else [None] * len(outputs)
         gradients = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, found, strict=True)]
@@ -146,8 +162,14 @@ class CouplingTest:
         return [differ(a.detach(), b.detach(), self.tolerance) for a, b, counts in pairs if counts]
 
     def _written(self, base: _Way, way: _Way) -> str | None:
-        for name, value in base.buffers.items():
-            if name not in way.buffers or bool(differ(value, way.buffers[name], self.tolerance).any()):
+        for name in {**base.buffers, **way.buffers}:
+            one, other = base.buffers.get(name), way.buffers.get(name)
+            if (
+                one is None
+                or other is None
+                or one.shape != other.shape
+                or bool(differ(one, other, self.tolerance).any())
+            ):
                 return (
                     f"the model writes what it sees into the buffer {name} in the forward pass, without noise: use a "
                     "layer that keeps no statistics of the batches"
@@ -181,7 +203,7 @@ class CouplingTest:
         kept: Callable[..., Any] = lambda module, *both: calls.append((module, *map(_floats, both)))  # noqa: E731
         hooks = [module.register_forward_hook(kept) for module in self.model.modules()]
         try:
-            with restored_buffers(self.model):
+            with restored_buffers(self.model, self.begin):
                 self.tape.replay(sources)
         finally:
             for hook in hooks:
@@ -205,25 +227,21 @@ def _apart(a: Tensor, b: Tensor, limit: Tensor) -> Tensor:
 
 
 @contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Passes inside leave the buffers as they were; gives what they had written there, when it is over."""
-    places = [
-        (f"{path}.{name}".lstrip("."), module._buffers, name, buffer, buffer.clone(), buffer._version)
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    written: dict[str, Tensor] = {}
+def _other_numbers(tape: Tape) -> Iterator[None]:
+    """Inside, the only example of a batch is another one: with numbers that it has, so that models can take them."""
+    kept = tape.rows
+    tape.rows = [(row, _other(value)) for row, value in kept]
     try:
-        yield written
+        yield
     finally:
-        for full, holder, name, buffer, value, version in places:
-            now = holder[name]
-            if now is not buffer or buffer._version != version:
-                written[full] = now.detach().clone()
-                holder[name] = buffer
-                with torch.no_grad():
-                    buffer.copy_(value)
+        tape.rows = kept
+
+
+def _other(value: Tensor) -> Tensor:
+    """Half of each number, in the reverse order; of whole numbers (tokens, labels, masks) the largest everywhere."""
+    if value.is_floating_point() or value.is_complex():
+        return 0.5 * value.flip(tuple(range(value.dim())))
+    return value.amax().expand_as(value).clone() if value.numel() else value
 
 
 @contextmanager

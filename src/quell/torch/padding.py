@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from quell.errors import QuellError
-from quell.torch.coupling import differ, in_eval_mode, restored_buffers
+from quell.torch.coupling import differ, in_eval_mode
 from quell.torch.random_states import kept_states
+from quell.torch.writes import restored_buffers
 
 EXAMPLES = 32  # whose lengths are looked at, from the whole data set
 COMPARED = 8  # of those that are shorter than the longest

@@ -230,7 +230,7 @@ def make_private(
             engine = LayerEngine(model, params, bounds, loss_reduction, rows_per_example * rows_per_user)
         engine.present, engine.scales = run.present, scales
         engine.keeps_norms = run.watch is not None and run.watch.log.norms
-        run.guard = probe = Probe(model, params, lambda: engine.inside)
+        run.guard = probe = Probe(model, params, lambda: engine.inside, lambda: engine.anchor)
         if isinstance(engine, LayerEngine) and (
             cuda_graphs or (cuda_graphs is None and _may_record(model, run, params))
         ):

@@ -405,9 +405,9 @@ class Tape:
         ]
 
 
-def nodes_behind(values: Iterable[Tensor], known: Iterable[Any] = ()) -> Iterator[Any]:
-    """The nodes that autograd comes to from the values, other than through those that are known."""
-    waiting: list[Any] = [value.grad_fn for value in values]
+def nodes_behind(nodes: Iterable[Any], known: Iterable[Any] = ()) -> Iterator[Any]:
+    """These nodes of autograd's graph and those it comes to from them, other than through those that are known."""
+    waiting = list(nodes)
     seen: set[Any] = {None, *known}
     while waiting:
         node = waiting.pop()

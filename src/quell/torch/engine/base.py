@@ -47,6 +47,7 @@ class Engine(ABC):
         self.scales: Mapping[str, Scale] = {}  # what gradients are multiplied with before they are clipped, if at all
         self.cuda_graphs: Callable[[], str] = lambda: "off"  # whether passes are recorded, in a few words
         self.keeps_norms = False  # whether `take_norms` is asked; they are private, so nobody keeps them unasked
+        self.anchor: Tensor | None = None  # a leaf of autograd's graph behind all taps
         self.inside = False  # whether the model is being run by the engine, within or between the loop's own passes
         self._seen = 0
         self._sums: dict[str, Tensor] = {}

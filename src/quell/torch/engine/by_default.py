@@ -83,7 +83,7 @@ class Trial:
             and not self._noting.hooks
             and all(value._version == version for value, version in self._inputs)
             and all(value is None or isinstance(value, Tensor) for value in values)
-            and not any(map(_runs_python, nodes_behind(tensors)))
+            and not any(map(_runs_python, nodes_behind(value.grad_fn for value in tensors)))
             and self._has_room(tensors)
         )
         del self._inputs, self._random, self._contents  # which may hold activations

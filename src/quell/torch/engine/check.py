@@ -27,11 +27,12 @@ from torch.overrides import TorchFunctionMode
 
 from quell.errors import QuellError
 from quell.torch.autocast import Autocast
-from quell.torch.coupling import restored_buffers, shaken
+from quell.torch.coupling import shaken
 from quell.torch.engine.composite import COMPOSITES
 from quell.torch.engine.rules import has_rows
 from quell.torch.nested import mapped, tensors_in
 from quell.torch.random_states import kept_states, own_states
+from quell.torch.writes import restored_buffers
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quell.errors import QuellError
-from quell.torch.coupling import differ, restored_buffers
+from quell.torch.coupling import differ
 from quell.torch.engine.attributes import PLAIN, Contents
 from quell.torch.engine.base import StandIn, is_differentiable
 from quell.torch.engine.bounds import full_precision, norm_of
@@ -37,6 +37,7 @@ from quell.torch.nested import tensors_in
 from quell.torch.random_states import kept_states, own_states, set_own_states
 from quell.torch.sharding import is_sharded
 from quell.torch.tape import Onlooker
+from quell.torch.writes import restored_buffers
 
 if TYPE_CHECKING:
     from quell.torch.engine.layers import LayerEngine
