@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -440,3 +442,37 @@ def test_examples_that_are_several_times_in_a_subset():
         ):
             private(data=Subset(data, rows))
     three_steps(private(data=Subset(examples(60), range(-40, 0))))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x, y, scale: cross_entropy((out := model(x)) * scale.to(out), y),
+        lambda model, x, y, scale: cross_entropy((out := model(x)) * scale.type_as(out), y),
+        lambda model, x, y, scale: cross_entropy(model(x * scale.to(x).mean()), y),
+    ],
+)
+def test_a_stranger_that_torch_hands_back_as_it_is(loss):
+    """`to` has nothing to do, so what it gives is the stranger, and not something that is made of the batch."""
+    model, optimizer, loader = private()
+    scale = torch.ones(3, requires_grad=True)
+    x, y = next(iter(loader))
+
+    def step():
+        loss(model, x, y, scale).backward()
+        optimizer.step()
+
+    with pytest.raises(QuellError, match="a trainable tensor of shape"):
+        step()
+
+
+def test_a_run_that_stops_in_its_first_batches_lets_go_of_its_model():
+    model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    cross_entropy(model(x), y)
+    optimizer.close()
+    assert type(x) is torch.Tensor
+    gone = weakref.ref(model)
+    del model, optimizer, loader
+    gc.collect()
+    assert gone() is None

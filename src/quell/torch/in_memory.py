@@ -23,11 +23,11 @@ from quell.torch.transfer import uploaded
 class IndexedAtOnce(Dataset[Any]):
     """The rows of such a data set; `__getitems__` gives the batch that `default_collate` would make of them.
 
-    One of fewer than `least` rows is filled up with zeros.
+    One of fewer than `least` rows is filled up, with `zeros` or with the first row of the data, as models may need it.
     """
 
     def __init__(self, dataset: Any, columns: Any) -> None:
-        self.dataset, self.columns, self.least = dataset, columns, 0
+        self.dataset, self.columns, self.least, self.zeros = dataset, columns, 0, True
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -49,7 +49,7 @@ class IndexedAtOnce(Dataset[Any]):
                 numbers = indices if column.numbers is None else column.numbers[indices]
                 known[place] = uploaded(numbers, column.values.device)
             batch = column.values.index_select(0, known[place])
-            if len(batch) > count:
+            if self.zeros and len(batch) > count:
                 batch[count:].zero_()
             return batch
 

@@ -108,7 +108,7 @@ class PlannedLoader(DataLoader[Any]):
                 **kept,
             )
         else:
-            at_once.least = rows * (int(never_empty) if size is None else size)
+            at_once.least, at_once.zeros = rows * (int(never_empty) if size is None else size), size is not None
             super().__init__(at_once, batch_sampler=self._planned, collate_fn=_whole, **kept)
 
     def __repr__(self) -> str:

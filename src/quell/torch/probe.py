@@ -127,6 +127,12 @@ class Probe:
     def _kind(self, examples: int) -> str:
         return _ONE if examples == 1 and not self._sharded else _SEVERAL
 
+    def close(self) -> None:
+        """Nothing more is looked at."""
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            tape.close()
+
     def forget(self) -> None:
         """The gradients of all backward passes so far are dropped, so it does not matter whether they were probed."""
         self._nothing = "backward() was not called on a tensor that is computed from the batch and the model's output"
@@ -290,7 +296,7 @@ class Probe:
                 self._strangers = _THROUGH.format(shape=tuple(node.variable.shape))
 
     def _is_of_batch(self, leaf: Tensor, tape: Tape) -> bool:
-        return tape.knows(leaf) and id(leaf) not in self._given
+        return tape.knows(leaf) and id(leaf) not in self._given and id(leaf) not in tape.strangers
 
 
 def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -156,8 +156,11 @@ class TrainingRun:
         seed_all(self.noise.key.derive(f"quell random numbers {use}"))
 
     def close(self) -> None:
-        """Let go of the ledger and the log; no more steps are released."""
+        """Let go of the ledger, the log and what an unfinished step holds; no more steps are released."""
         self.noise.close()
+        if self.guard is not None:
+            self.guard.close()
+        self.restart_step()
         if self.watch is not None:
             self.watch.close()
 

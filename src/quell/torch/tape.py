@@ -53,6 +53,8 @@ def _followed(func: Any, args: Any, kwargs: Any) -> Any:
         if not tapes:
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
+        for tape in tapes:
+            tape.strangers.update({id(t): t for t in given if t.requires_grad and t.is_leaf and not tape.knows(t)})
         versions = [_version(tensor) for tensor in given]
         keeping = [tape for tape in tapes if tape.meets(given)]
         with _Keeping(keeping) if keeping else nullcontext():
@@ -183,6 +185,9 @@ class Tape:
     weights: Any = None  # backward's argument
     lost: str = ""  # why not all of the work could be followed
     model_nodes: list[Any] = field(default_factory=list)  # where the model's outputs hang in autograd's graph
+    strangers: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # leaves that operations were given
     _known: set[int] = field(default_factory=set)  # ids of what stands on the tape
     _foreign: set[int] = field(default_factory=set)  # memory of other tensors that operations were given
     _alive: list[weakref.ref[Tensor]] = field(default_factory=list)  # what is watched

@@ -168,21 +168,22 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     2⁶⁴, and is asked once for all. Writes that leave such a sum as it was, by chance, are one in 2⁶⁴.
     """
     weights: dict[torch.device, Tensor] = {}
-    sums = []
+    tensors, sums = [local(tensor) for tensor in tensors], []
+    most = min(_AT_ONCE, 2 * max((tensor.numel() for tensor in tensors), default=0))  # complex numbers are two
     for tensor in tensors:
-        bits = _bits(local(tensor))
+        bits = _bits(tensor)
         if bits.device not in weights:
-            weights[bits.device] = _weights(bits.device)
+            weights[bits.device] = _weights(bits.device, most)
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
-        for part in bits.split(_AT_ONCE):
+        for part in bits.split(max(1, most)):
             total = total * 6364136223846793005 + (part * weights[bits.device][: len(part)]).sum()
         sums.append(total)
     return _read(sums)
 
 
-def _weights(device: torch.device) -> Tensor:
+def _weights(device: torch.device, count: int) -> Tensor:
     """Odd numbers without a pattern."""
-    numbers = torch.arange(1, _AT_ONCE + 1, device=device) * -7046029254386353131
+    numbers = torch.arange(1, count + 1, device=device) * -7046029254386353131
     return (numbers ^ (numbers >> 31)) * -4658895280553007687 | 1
 
 
