@@ -185,9 +185,7 @@ class Tape:
     weights: Any = None  # backward's argument
     lost: str = ""  # why not all of the work could be followed
     model_nodes: list[Any] = field(default_factory=list)  # where the model's outputs hang in autograd's graph
-    strangers: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # leaves that operations were given
+    strangers: dict[int, Tensor] = field(default_factory=dict)  # leaves that operations were given
     _known: set[int] = field(default_factory=set)  # ids of what stands on the tape
     _foreign: set[int] = field(default_factory=set)  # memory of other tensors that operations were given
     _alive: list[weakref.ref[Tensor]] = field(default_factory=list)  # what is watched
